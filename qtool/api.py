@@ -63,7 +63,7 @@ def quantize(
     calibration: CalibrationData | None = None,
     out: None = None,
     kv: str | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     **options: Unpack[QuantizeKeywords],
@@ -79,7 +79,7 @@ def quantize(
     calibration: CalibrationData | None = None,
     out: Name | None = None,
     kv: str | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     tokenizer: PreTrainedTokenizerBase | None = None,
     export_format: str | None = None,
     progress: Progress | None = None,
@@ -96,7 +96,7 @@ def quantize(
     calibration: CalibrationData | None = None,
     out: Name,
     kv: str | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     tokenizer: PreTrainedTokenizerBase | None = None,
     export_format: str | None = None,
     progress: Progress | None = None,
@@ -112,7 +112,7 @@ def quantize(
     calibration: CalibrationData | None = None,
     out: Name | None = None,
     kv: str | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     tokenizer: PreTrainedTokenizerBase | None = None,
     export_format: str | None = None,
     progress: Progress | None = None,
@@ -248,7 +248,7 @@ def sensitivity(
     samples: int | None = 8,
     seqlen: int = 512,
     seed: int = 0,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     progress: Progress | None = None,
 ) -> Sensitivity:
     """Choose a scheme for each group of linears of ``model``, and write the recipe to ``out``.
@@ -345,7 +345,7 @@ def family(model: Model) -> tuple[Family, dict[str, Any]]:
 def verify(
     model: Name,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     engine: str | None = None,
     tensor_parallel: int = 1,
     progress: Progress | None = None,
@@ -545,7 +545,7 @@ def write_report(
     *,
     out: Name | None = None,
     data_dir: Name | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
 ) -> Path:
     """Write one HTML file on a native checkpoint: sizes, results, errors by layer, checks.
 
@@ -580,7 +580,7 @@ def write_report(
         require_names("tasks", tasks),
         out=require_new_path("out", out) if out is not None else None,
         data_dir=require_path("data_dir", data_dir) if data_dir is not None else None,
-        device=device,
+        device=str(device),
     )
 
 

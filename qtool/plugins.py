@@ -93,11 +93,13 @@ def require_free(table: MutableMapping[str, T], name: str, entry: T, kind: str) 
 def _same(there: Any, entry: Any) -> bool:
     """Whether two entries were made by the same lines, run twice.
 
-    Those are a class of one module and name, or two objects of one type and content.
+    Those are classes of one module and name, or objects that are equal or hold the same.
     """
     if isinstance(there, type) and isinstance(entry, type):
         return (there.__module__, there.__qualname__) == (entry.__module__, entry.__qualname__)
-    return bool(there == entry) or (type(there) is type(entry) and vars(there) == vars(entry))
+    held = [getattr(one, "__dict__", None) for one in (there, entry)]
+    alike = type(there) is type(entry) and held[0] is not None and held[0] == held[1]
+    return bool(there == entry) or alike
 
 
 def require_attributes(given: Any, name: str, attributes: Iterable[str]) -> None:

@@ -37,6 +37,7 @@ def register_scheme(
             the name is taken, the recipe does not read, or none is given for codes that are neither
             4 nor 8 bits wide, which no built-in layout holds.
     """
+    from qtool.format.linear import forget
     from qtool.schemes import SCHEMES, Scheme
 
     facts = ("name", "code_bits", "signed", "group_sizes", "default_group_size")
@@ -50,6 +51,7 @@ def register_scheme(
     plugins.require_free(SCHEMES, scheme.name, scheme, "scheme")
     register_recipe(scheme.name, _plain_recipe(scheme) if recipe is None else recipe)
     plugins.add(SCHEMES, scheme.name, scheme, "scheme")
+    forget()
 
 
 def register_recipe(scheme: str, recipe: str | Path | Mapping[str, Any]) -> None:
@@ -74,7 +76,7 @@ def register_layout(layout: "Layout") -> None:
         QtoolError: it is no layout, lacks an attribute or the tensor ``qweight``, or the name is
             taken.
     """
-    from qtool.format import CODES
+    from qtool.format.linear import CODES, forget
     from qtool.layouts import LAYOUTS, Layout
 
     _require_instance(layout, Layout)
@@ -84,6 +86,7 @@ def register_layout(layout: "Layout") -> None:
             f"layout {layout.name!r} has no tensor {CODES}, by which packed linears are found"
         )
     plugins.add(LAYOUTS, layout.name, layout, "layout")
+    forget()
 
 
 def register_kernel(scheme: str, layout: str, kernel: "Kernel") -> None:

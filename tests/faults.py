@@ -667,8 +667,8 @@ FAULTS = [
         ),
         (
             "qtool/models/torch_defaults.py",
-            "with _ONE_AT_A_TIME, _set():",
-            "with _set():",
+            "with _TURN:",
+            "with nullcontext():",
             "tests/models/test_torch_defaults.py",
         ),
         (

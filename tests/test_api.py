@@ -134,6 +134,12 @@ def test_a_directory_becomes_a_checkpoint(make_model: MakeModel, tmp_path: Path)
     assert sum(bool(row.layout) for row in qtool.inspect(out)) == 14
 
 
+def test_a_device_may_be_torchs_own(make_model: MakeModel, tmp_path: Path) -> None:
+    out, device = tmp_path / "out", torch.device("cpu")
+    assert qtool.quantize(make_model(), "w8a8", out=out, device=device).directory == out
+    assert all(not row.problem for row in qtool.verify(out, device=device))
+
+
 def test_a_model_in_memory_becomes_one_with_packed_linears(
     make_model: MakeModel, tmp_path: Path
 ) -> None:

@@ -433,6 +433,27 @@ def test_what_the_same_lines_make_again_takes_the_place_of_the_first() -> None:
     first = SCHEMES["mine"]
     run()
     assert SCHEMES["mine"] is not first and family_of("mine").name == "Mine"
+    recipe = {"layers": [{"match": ".*", "scheme": "mine"}]}
+    qtool.register_recipe("another", recipe)
+    qtool.register_recipe("another", dict(recipe))
+    with pytest.raises(QtoolError, match="the recipe 'another' is registered already"):
+        qtool.register_recipe("another", recipe | {"about": "something else"})
+
+
+def test_what_takes_the_place_of_a_scheme_has_its_own_tensors() -> None:
+    def tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        class Mine(Marlin):
+            name = "mine"
+
+            def fit_range(self, *given: Any, **clips: Any) -> Any:
+                found = super().fit_range(*given, **clips)
+                return {name: param.to(dtype) for name, param in found.items()}
+
+        qtool.register_scheme(Mine)
+        return LinearFormat("mine", 128, "row-major").tensors(128, 128)
+
+    for dtype in (torch.float32, torch.float16):
+        assert tensors(dtype)["scale"].dtype == dtype
 
 
 def test_after_a_plugin_failed_the_others_are_not_called_again(

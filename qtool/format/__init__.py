@@ -13,10 +13,9 @@ from qtool.format.checkpoint import (
     Rule,
     native_format,
 )
-from qtool.format.linear import CODES, SLAB_ROWS, LinearFormat
+from qtool.format.linear import SLAB_ROWS, LinearFormat
 
 __all__ = [
-    "CODES",
     "FORMAT_VERSION",
     "NOTICE",
     "QUANT_METHOD",

@@ -21,7 +21,7 @@ from qtool.schemes import Params, Scheme
 #: the tensor of the packed codes, by which a packed linear is found
 CODES = "qweight"
 #: what else a linear stores, and no scheme's parameter may be called
-OTHERS = {"weight", "bias", "permutation"}
+RESERVED = {"weight", "bias", "permutation"}
 #: rows that every built-in layout's tile divides
 SLAB_ROWS = 256
 
@@ -136,6 +136,12 @@ class LinearFormat:
         return shared + slab * n // rows
 
 
+def forget() -> None:
+    """Drop what is remembered of schemes and layouts by name: one was registered anew."""
+    for remembered in (_parameters, _tensors, _slab_bytes):
+        remembered.cache_clear()
+
+
 @cache  # a mixture of experts has tens of thousands of linears of the same few shapes
 def _parameters(linear_format: LinearFormat, n: int, k: int) -> Params:
     return linear_format.scheme_object.fit(torch.empty(n, k, device="meta"))
@@ -146,7 +152,7 @@ def _tensors(linear_format: LinearFormat, n: int, k: int) -> dict[str, Tensor]:
     layout, scheme = linear_format.layout_object, linear_format.scheme_object
     codes = torch.empty(n, k, dtype=scheme.code_dtype, device="meta")
     params = _parameters(linear_format, n, k)
-    if taken := params.keys() & {*layout.tensors, *OTHERS}:
+    if taken := params.keys() & {*layout.tensors, *RESERVED}:
         raise QtoolError(f"{scheme.name}: no parameter can be called {min(taken)}")
     stored = linear_format.pack(codes, params)
     if stored.keys() != {*layout.tensors, *params}:

@@ -6,8 +6,8 @@ from threading import RLock
 
 import torch
 
-#: the default dtype and torch's module patches belong to the process: threads take turns
-_ONE_AT_A_TIME = RLock()
+#: the default dtype belongs to the process: threads take turns
+_TURN = RLock()
 
 
 @contextmanager
@@ -17,24 +17,19 @@ def torch_defaults() -> Iterator[None]:
     A caller may be loading a model, which sets a dtype, or be in ``torch.inference_mode()``.
     Another thread waits until this one is out.
     """
-    with _ONE_AT_A_TIME, _set():
-        yield
-
-
-@contextmanager
-def _set() -> Iterator[None]:
-    dtype = torch.get_default_dtype()
-    # one that is set slows down every function of torch
-    other_device = torch.get_default_device().type != "cpu"
-    torch.set_default_dtype(torch.float32)
-    try:
-        with (
-            torch.device("cpu") if other_device else nullcontext(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast("cuda", enabled=False),
-        ):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
+    with _TURN:
+        dtype = torch.get_default_dtype()
+        # one that is set slows down every function of torch
+        other_device = torch.get_default_device().type != "cpu"
+        torch.set_default_dtype(torch.float32)
+        try:
+            with (
+                torch.device("cpu") if other_device else nullcontext(),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                torch.autocast("cpu", enabled=False),
+                torch.autocast("cuda", enabled=False),
+            ):
+                yield
+        finally:
+            torch.set_default_dtype(dtype)

@@ -43,7 +43,7 @@ class Verified:
     error: float = 0.0
 
 
-def verify(directory: Path, *, device: str = "cpu") -> Iterator[Verified]:
+def verify(directory: Path, *, device: str | torch.device = "cpu") -> Iterator[Verified]:
     """Check all shards and all packed linears of the native checkpoint in ``directory``.
 
     A checkpoint in which nothing is quantized is a problem too.

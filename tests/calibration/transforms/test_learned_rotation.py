@@ -145,14 +145,15 @@ def test_it_is_learned_of_what_the_float_model_makes_of_the_text(
     recipe, found = recipes.parse(given | {"rounding": "gptq"}, "test"), []
 
     def spy(*arguments: Any, **options: Any) -> Tensor:
-        found.append(arguments)
+        found.append((*arguments, options["ranges"]))
         return learn(*arguments, **options)
 
     monkeypatch.setattr(rotate, "learn", spy)
     monkeypatch.setattr(rotate, "TOKENS", 12)
     batches = ids.split(2 // count)
     quantize(Checkpoint(source), recipe, tmp_path / "out", calibration=Calibration(batches))
-    [(_, _, _, steps, inputs)] = found
+    [(_, _, _, steps, inputs, ranges)] = found
+    assert ranges == (scheme == "w4a8-qoq-g128")
     wanted = norm_outputs(source, ids)
     assert steps == 1 and len(inputs) == coarse * len(wanted) * count
     # block by block, in each batch by batch, the block's two norms

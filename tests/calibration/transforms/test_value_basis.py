@@ -41,6 +41,7 @@ def test_it_is_learned_from_values_as_the_cache_gets_them(llama, blocks, monkeyp
 
     def spy(*arguments, **options):
         given.append(arguments)
+        assert options["input_ranges"]  # a cache of 4 bits has zero points
         return learn(*arguments, **options)
 
     monkeypatch.setattr(value_basis, "learn", spy)

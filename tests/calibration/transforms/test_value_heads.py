@@ -63,12 +63,13 @@ def test_inputs_of_no_more_bits_are_among_the_rows(
     found = []
 
     def spy(*arguments, **options):
-        found.append(arguments)
+        found.append((*arguments, options["ranges"]))
         return learn(*arguments, **options)
 
     monkeypatch.setattr(value_heads, "learn", spy)
     value_heads.rotation_of(block, batches, 1)
-    [([rows], _, group, _, inputs)] = found
+    [([rows], _, group, _, inputs, ranges)] = found
+    assert ranges == (scheme == "w4a8-lqq")
     weight = block.weight("self_attn.o_proj")
     assert group == (GROUP if size == GROUP else weight.shape[1])
     assert torch.equal(rows, unit_rows(weight))
