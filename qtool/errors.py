@@ -20,8 +20,12 @@ class CheckFailed(QtoolError):
     """A verification found a mismatch: the input was readable, its content is wrong."""
 
 
-class NoSpace(QtoolError):
-    """A disk is full; files written before are whole, and the work can continue from them."""
+class Interrupted(QtoolError):
+    """Something that may pass ended the work; what is written is whole, and it can continue."""
+
+
+class NoSpace(Interrupted):
+    """A disk is full."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 from qtool.calibration.batch import HIDDEN, Batch, to_device
 from qtool.calibration.block import Block
 from qtool.calibration.timing import phase
-from qtool.errors import QtoolError
+from qtool.errors import Interrupted, QtoolError
 from qtool.models.architecture import dtype_name
 from qtool.models.experts import SeparateExperts, expert_place
 from qtool.models.passed import as_arguments, handed_on
@@ -38,7 +38,7 @@ def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
     """The block's output ``[B, S, H]`` for one batch; ``extra`` arguments reach the block.
 
     Raises:
-        QtoolError: if one sequence alone does not fit.
+        Interrupted: if one sequence alone does not fit.
     """
     return hand_on(block, batch, **extra)[HIDDEN]
 
@@ -236,7 +236,7 @@ def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> dict[str, T
     except torch.OutOfMemoryError:
         sequences, tokens = batch.shape
         if sequences == 1:
-            raise QtoolError(
+            raise Interrupted(
                 f"block {block.index}: one sequence of {tokens} tokens does not fit the memory of "
                 f"{block.device}; "
                 "use a shorter --seqlen"

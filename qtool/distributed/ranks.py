@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qtool.distributed import serialization, watch
-from qtool.errors import QtoolError
+from qtool.errors import Interrupted, QtoolError
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -331,4 +331,4 @@ def _collective() -> Iterator[None]:
         yield
     except RuntimeError as error:
         time.sleep(watch.SILENCE + 5)  # the watch ends this process as soon as it knows which
-        raise QtoolError(f"the ranks lost each other: {error}") from error
+        raise Interrupted(f"the ranks lost each other: {error}") from error

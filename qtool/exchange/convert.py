@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.errors import NoSpace, QtoolError
+from qtool.errors import Interrupted, QtoolError
 from qtool.exchange.export_format import as_dtype
 from qtool.io.finite import require_finite
 from qtool.io.integrity import hashes_to_check, read_record, require_file_intact
@@ -110,7 +110,7 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
                     if progress:
                         progress(number, len(shards), output.records[number]["notes"])
                 _finish(output, work)
-            except NoSpace:
+            except Interrupted:
                 raise
             except QtoolError:
                 shutil.rmtree(output.partial)  # refused for its content: nothing to continue

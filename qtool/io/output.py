@@ -3,7 +3,9 @@
 A run works in ``OUT.partial``: shards appear there one by one, each atomically, each with a small
 record (sha256, notes). When all are there, config, index and ``qtool.json`` are written and the
 directory takes its name. A killed run leaves ``OUT.partial``; ``--resume`` checks that it was the
-same job, trusts only shards whose bytes match their record, and makes the rest. Of several ranks
+same job, trusts only shards whose bytes match their record, and makes the rest. A run that was
+refused midway leaves it too, with a note, and the next run without ``--resume`` begins anew. Of
+several ranks
 the first opens and finishes the directory, and each shard has one that writes it; the records say
 nothing of ranks.
 """
@@ -27,7 +29,7 @@ from qtool.io.safetensors import Entry, read_header, write, write_json
 from qtool.io.source import BASE_CARD, CARD, INDEX
 
 #: the run's own files, inside the directory it works in
-RUN, JOB, LOCK = ".run", "job.json", "lock"
+RUN, JOB, LOCK, REFUSED = ".run", "job.json", "lock", "refused"
 
 
 def require_new(directory: Path) -> None:
@@ -101,11 +103,7 @@ class Output:
         directory = self.directory
         require_new(directory)
         if self.partial.exists() and not resume:
-            with contextlib.suppress(OSError):  # no lock file: a run was killed at its start
-                lock(self.partial / RUN / LOCK, self.partial).close()
-            raise QtoolError(
-                f"{self.partial} holds an unfinished run; continue it with --resume or remove it"
-            )
+            self._remove_refused()
         (self.partial / RUN).mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.partial / RUN / LOCK, self.partial)
         for unfinished in (*self.partial.glob("*.tmp"), *(self.partial / RUN).glob("*.tmp")):
@@ -116,9 +114,25 @@ class Output:
             if not self.continued:
                 self.discard_empty()
             raise
+        (self.partial / RUN / REFUSED).unlink(missing_ok=True)
         for shard in range(1, self.shards + 1):
             if record := self._intact(self.path(shard), self._record(shard)):
                 self.records[shard] = record
+
+    def _remove_refused(self) -> None:
+        """Remove what a refused run left; an unfinished one is not lost."""
+        run = self.partial / RUN
+        with contextlib.ExitStack() as locked:
+            with contextlib.suppress(OSError):  # no lock file: a run was killed at its start
+                locked.enter_context(lock(run / LOCK, self.partial))
+            if not (run / REFUSED).exists():
+                raise QtoolError(
+                    f"{self.partial} holds an unfinished run; continue it with --resume or remove"
+                    " it"
+                )
+            ranks.log(f"{self.partial} is of a run that was refused, and is removed")
+            shutil.rmtree(self.partial)
+        self.continued = False
 
     def _record_or_check_job(self) -> None:
         """Record this run's identity, or check that the unfinished run had the same."""
@@ -230,12 +244,16 @@ class Output:
         if ranks.rank() > 0 or self.records:
             return
         run = self.partial / RUN
-        if {path.name for path in run.iterdir()} <= {JOB, LOCK}:
+        if {path.name for path in run.iterdir()} <= {JOB, LOCK, REFUSED}:
             for path in run.iterdir():
                 path.unlink()
             with contextlib.suppress(OSError):  # another rank has just written to it
                 run.rmdir()
                 self.partial.rmdir()
+
+    def note_refusal(self) -> None:
+        """Let the next run begin anew: to resume this one would not change why it ended."""
+        (self.partial / RUN / REFUSED).touch()
 
     def finish(
         self, config: dict[str, Any], provenance: dict[str, Any], side_files: Mapping[str, Path]

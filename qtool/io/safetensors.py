@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from qtool.errors import NoSpace, QtoolError
+from qtool.errors import Interrupted, NoSpace, QtoolError
 
 DTYPES = {
     "F64": torch.float64,
@@ -208,6 +208,9 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
     """The tensor of ``entry``, or its ``rows`` along dimension 0, on the CPU.
 
     ``pinned`` memory copies fast to a GPU.
+
+    Raises:
+        Interrupted: the file cannot be read now. QtoolError: it is shorter than it was.
     """
     if entry.parts or entry.within or entry.computed:
         made = _made(entry, slice(None) if rows is None else rows)
@@ -231,7 +234,7 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
                     )
                 done += got
     except OSError as error:
-        raise QtoolError(f"{entry.path} cannot be read: {error.strerror}") from error
+        raise Interrupted(f"{entry.path} cannot be read: {error.strerror}") from error
     found = data.view(entry.dtype).reshape(shape)
     return found if step == 1 else found[::step]
 

@@ -3,8 +3,8 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ import qtool
 from qtool import plugins
 from qtool.calibration.timing import PhaseTimer, phase, recording
 from qtool.distributed import ranks
-from qtool.errors import QtoolError
+from qtool.errors import Interrupted, QtoolError
 from qtool.io.check_source import check_source, is_second_head
 from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
@@ -110,9 +110,11 @@ def quantize(
             drawn = _prepare(output, source, specs, job, calibration)
             record.write()
             tokens = drawn.tokens if job.needs_data else ()
-            Shards(source, job, output, where, record, phases, progress).make(tokens, activations)
+            with _noting_refusal(output):
+                shards = Shards(source, job, output, where, record, phases, progress)
+                shards.make(tokens, activations)
+                source.require_unchanged(output.identity["source model"])
         record.write()
-        source.require_unchanged(output.identity["source model"])
         output.finish(_config(job), _provenance(source, job, drawn), source.side_files())
     return out
 
@@ -134,6 +136,19 @@ def _prepare(
         with phase("windows"):
             return calibration.for_run(output)
     except QtoolError:
+        output.discard_empty()
+        raise
+
+
+@contextmanager
+def _noting_refusal(output: Output) -> Iterator[None]:
+    """Note where the work is refused for a reason that resuming it cannot change."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except QtoolError:
+        output.note_refusal()
         output.discard_empty()
         raise
 

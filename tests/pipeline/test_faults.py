@@ -23,6 +23,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import activation_bytes, working_bytes
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import activations, blocks
+from qtool.pipeline.streaming.shards import Shards
 from tests.conftest import save_model
 
 RECIPE: dict[str, Any] = {
@@ -131,6 +132,54 @@ def test_out_of_memory_beside_the_forwards(call, source, whole, tmp_path, monkey
         ):
             run(source, out)
     assert not out.exists()
+    assert files(run(source, out, resume=True)) == whole
+
+
+def test_a_run_that_was_refused_midway_gives_way_to_the_next(  # type: ignore[no-untyped-def]
+    source, whole, tmp_path, monkeypatch
+) -> None:
+    out, refused = tmp_path / "out", QtoolError("these weights cannot be rounded")
+    with monkeypatch.context() as patch:
+        patch.setattr(rounding, "solve", failing_at(9, refused, rounding.solve))
+        with pytest.raises(QtoolError, match="cannot be rounded"):
+            run(source, out, RECIPE | {"transforms": []})
+    assert list((tmp_path / "out.partial").glob("model-*"))
+    assert files(run(source, out)) == whole
+
+
+def test_a_run_that_was_refused_before_its_first_shard_leaves_nothing(  # type: ignore[no-untyped-def]
+    source, tmp_path, monkeypatch
+) -> None:
+    refused = QtoolError("no such embedding")
+    monkeypatch.setattr(Shards, "make", failing_at(1, refused, Shards.make))
+    with pytest.raises(QtoolError, match="no such embedding"):
+        run(source, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_refused_run_that_is_resumed_and_killed_is_kept(  # type: ignore[no-untyped-def]
+    source, whole, tmp_path, monkeypatch
+) -> None:
+    out = tmp_path / "out"
+    for call, error in ((5, QtoolError("refused")), (1, _Stopped())):
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr(rounding, "solve", failing_at(call, error, rounding.solve))
+            run(source, out, resume=True)
+    with pytest.raises(QtoolError, match="holds an unfinished run"):
+        run(source, out)
+    assert files(run(source, out, resume=True)) == whole
+
+
+def test_a_file_that_cannot_be_read_for_now_does_not_refuse_the_run(  # type: ignore[no-untyped-def]
+    source, whole, tmp_path, monkeypatch
+) -> None:
+    out, error = tmp_path / "out", OSError(errno.EIO, "Input/output error")
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.os, "preadv", failing_at(30, error, os.preadv))
+        with pytest.raises(QtoolError, match="cannot be read: Input/output error"):
+            run(source, out)
+    with pytest.raises(QtoolError, match="holds an unfinished run"):
+        run(source, out)
     assert files(run(source, out, resume=True)) == whole
 
 

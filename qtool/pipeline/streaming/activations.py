@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtool.calibration.batch import HIDDEN, Batch, BlockArguments
 from qtool.distributed import ranks
-from qtool.errors import QtoolError
+from qtool.errors import NoSpace
 from qtool.pipeline.free_memory import gpu_memory, host_memory
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import (
@@ -93,7 +93,7 @@ class Activations:
         """A batch of hidden states ``[B, S, H]`` and what else is passed on, moved to its place.
 
         Raises:
-            QtoolError: no space left on the disk.
+            NoSpace: the disk is full.
         """
         hidden = tensors[HIDDEN].to(self.dtype or tensors[HIDDEN].dtype)
         tensors, nothing = {**tensors, HIDDEN: hidden}, hidden.new_empty(0)
@@ -146,7 +146,7 @@ class DiskBatch(Batch):
                 os.posix_fallocate(file.fileno(), 0, nbytes)
                 mapped = mmap.mmap(file.fileno(), nbytes)
         except OSError as error:
-            raise QtoolError(
+            raise NoSpace(
                 f"no space left on the disk that holds {self.path.parent} for the activations"
             ) from error
         return mapped

@@ -24,7 +24,7 @@ from qtool.calibration.method import LEARNING_SEQUENCES
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
-from qtool.errors import QtoolError, in_one_line
+from qtool.errors import Interrupted, in_one_line
 from qtool.io.output import RUN, Output
 from qtool.io.run_record import RunRecord
 from qtool.io.safetensors import read, read_header
@@ -78,13 +78,13 @@ class Shards:
             tokens: calibration batches ``[B, S]``. activations: where they are kept, or ``auto``.
 
         Raises:
-            QtoolError: the device has too little memory for a block, or the disk for a shard.
+            Interrupted: the device has too little memory for a block, or the disk for a shard.
         """
         try:
             self._make(tokens, activations)
         except torch.OutOfMemoryError as error:
             others = " or pass --activations host" if self.job.needs_data else ""
-            raise QtoolError(
+            raise Interrupted(
                 f"{self.device} ran out of memory ({in_one_line(error)}) after "
                 f"{len(self.output.records)} of {len(self.specs)} shards; these are kept: free "
                 f"memory{others}, then --resume"
