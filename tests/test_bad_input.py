@@ -97,15 +97,18 @@ def test_no_such_model(refused, tmp_path) -> None:  # type: ignore[no-untyped-de
         ("rope_scaling", {"rope_type": "nonesuch", "factor": 2.0}, "KeyError: 'nonesuch'"),
     ],
 )
-def test_a_config_that_transformers_cannot_make(
-    key: str, value: object, said: str, refused, make_model: MakeModel
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_config_that_transformers_cannot_make(  # type: ignore[no-untyped-def]
+    key: str, value: object, said: str, refused, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """With calibration, and where weights are rounded one by one: before any work."""
     model = make_model(vocab_size=4096)
     for file in DEMO.glob("tokenizer*"):
         shutil.copy(file, model)
     edit_config(model, **{key: value})
-    options = ("--recipe", "paper", "--calib", "demo", "--samples", 1, "--seqlen", 16)
-    refused(f"transformers cannot make the model of config.json ({said}", model, *options)
+    paper = ("--recipe", "paper", "--calib", "demo", "--samples", 1, "--seqlen", 16)
+    for options in (paper, ("--recipe", "fast")):
+        refused(f"transformers cannot make the model of config.json ({said}", model, *options)
+        assert not list(tmp_path.glob("refused*"))
 
 
 def test_offline_hub_is_one_sentence(tmp_path: Path) -> None:

@@ -30,18 +30,30 @@ def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> 
     """The model of ``config`` in eval mode, all parameters on ``meta``.
 
     Raises:
+        QtoolError: as :func:`empty_model`.
+    """
+    model = empty_model(config, dtype)
+    replace_conv1d(model)
+    separate_experts(model)
+    return model.eval()
+
+
+def empty_model(
+    config: "PretrainedConfig", dtype: torch.dtype = torch.float32
+) -> "PreTrainedModel":
+    """The model of ``config`` as transformers makes it, all parameters on ``meta``.
+
+    Raises:
         QtoolError: transformers cannot make it, and what it says.
     """
     from accelerate import init_empty_weights
 
     try:
         with init_empty_weights(include_buffers=False):
-            model = auto_class(config).from_config(config, dtype=dtype)
+            model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     except Exception as error:  # whatever a model's own code raises
         raise QtoolError(refusal(error)) from error
-    replace_conv1d(model)
-    separate_experts(model)
-    return model.eval()
+    return model
 
 
 def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:

@@ -23,6 +23,8 @@ from qtool.io.run_record import RunRecord
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.architecture import DTYPES, dtype_name
+from qtool.models.auto import float_config
+from qtool.models.skeleton import empty_model
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.shards import Shards
 from qtool.pipeline.units import bytes_text
@@ -95,6 +97,7 @@ def quantize(
         raise QtoolError(
             f"recipe {recipe.scheme}/{recipe.variant} needs calibration data: pass --calib"
         )
+    _require_model(source, job)
     calibration = calibration or Calibration()
     specs = job.shards()
     where = torch.device(device)
@@ -138,6 +141,14 @@ def _prepare(
     except QtoolError:
         output.discard_empty()
         raise
+
+
+def _require_model(source: Checkpoint, job: Job) -> None:
+    """Refuse a config.json of which transformers, where it knows the type, makes no model."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not job.family.derived and job.config["model_type"] in CONFIG_MAPPING:  # else it is made
+        empty_model(float_config(source.directory))
 
 
 @contextmanager
