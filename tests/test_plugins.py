@@ -255,6 +255,30 @@ def test_a_registered_recipe_without_variants() -> None:
         qtool.plan("demo", "mine", recipe="best")
 
 
+def test_variants_that_a_registered_recipe_lacks() -> None:
+    """``paper`` stands for them, else the first there is, unless one is asked for by name."""
+    layers, fast, paper = [{"match": ".*", "scheme": "w8a8"}], {"rounding": "rtn"}, {}
+    qtool.register_recipe("two", {"layers": layers, "variants": {"fast": fast, "paper": paper}})
+    qtool.register_recipe("one", {"layers": layers, "variants": {"best": {}}})
+    found = [recipes.load(of, default=of_these).variant for of in ("two", "one")
+             for of_these in recipes.VARIANTS]  # fmt: skip
+    assert found == ["fast", "paper", "paper", "best", "best", "best"]
+    with pytest.raises(QtoolError, match="two: no variant 'best'; it has fast, paper"):
+        recipes.load("two", "best")
+
+
+def test_sensitivity_takes_the_variant_that_a_registered_recipe_has(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    layers = [{"match": ".*", "scheme": "w8a8"}]
+    variants = {"fast": {"rounding": "rtn"}, "paper": {"rounding": "gptq"}}
+    qtool.register_recipe("two", {"layers": layers, "variants": variants})
+    ids = torch.arange(64).view(2, 32)
+    found = qtool.sensitivity(make_model(), ["two", "none"], 9.0, tmp_path / "a.yaml",
+                              calibration=ids, samples=2, seqlen=32)  # fmt: skip
+    assert found.recipe.rounding.name == "gptq"
+
+
 class Eight(SmoothQuant):
     """Eight bits again."""
 

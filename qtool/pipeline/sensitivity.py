@@ -287,7 +287,8 @@ def write_recipe(
     """:func:`sensitivity` of the model in ``directory``, and its two files: see the public API.
 
     Args:
-        recipe: the variant whose methods, of the first choice that quantizes, are taken.
+        recipe: the variant whose methods, of the first choice that quantizes, are taken, as
+            :func:`qtool.recipes.load` takes its default.
         text: the calibration text, by default as of :func:`qtool.pipeline.run.run`.
 
     Raises:
@@ -308,8 +309,8 @@ def write_recipe(
         raise QtoolError(f"--recipe {recipe!r}: {suggest(recipe, recipes.VARIANTS)}")
     first = next(filter(None, recipes_of(choices).values()))
     source = Checkpoint(directory)
-    variant = recipe if first.built_in else None  # a registered recipe may be one alone
-    job = job_of(source, replace(recipes.load(first.scheme, variant), layers=first.layers))
+    methods = recipes.load(first.scheme, default=recipe)  # a registered one may lack it
+    job = job_of(source, replace(methods, layers=first.layers))
     windows = windows_of(
         source,
         replace(job, recipe=replace(job.recipe, windows=GIVEN)),

@@ -86,7 +86,8 @@ def load(scheme: str | None, recipe: str | None = None, *, default: str = "fast"
     Args:
         scheme: of a built-in recipe; None if ``recipe`` is a file, which names its own.
         recipe: a variant, ``fast``, ``paper`` or ``best``, or the path of a YAML file. None:
-            ``default``, or the recipe itself where it has no variants, as a registered one may.
+            ``default``, or of a registered recipe that lacks it ``paper``, else its first variant,
+            or the recipe itself where it has none.
 
     Raises:
         QtoolError: an unknown scheme, variant or key (with a suggestion), a value of the wrong
@@ -114,7 +115,8 @@ def load(scheme: str | None, recipe: str | None = None, *, default: str = "fast"
     if data is None:
         raise QtoolError(f"unknown scheme {scheme!r}: {suggest(scheme, [*files, *ADDED])}")
     if "variants" in data:
-        return parse(data, scheme, recipe or default)
+        there = (default, "paper", *data["variants"])
+        return parse(data, scheme, recipe or next(v for v in there if v in data["variants"]))
     if recipe is not None:
         raise QtoolError(f"the recipe {scheme!r} has no variants: leave --recipe {recipe} out")
     return parse(data, scheme)
