@@ -198,6 +198,17 @@ def test_an_order_of_inputs_in_16_bits_is_refused(make_model: MakeModel, tmp_pat
         qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
 
 
+def test_a_transform_that_names_what_is_not_there_is_refused_before_any_work() -> None:
+    recipe = transform(lambda _: None)
+    mine = TRANSFORMS["mine"]
+    mine.after = {"rotat": "it would be undone"}
+    with pytest.raises(QtoolError, match=r"mine: it comes after 'rotat', .* did you mean rotate"):
+        qtool.plan("demo", recipe=recipe)
+    mine.after, mine.permutes = {}, lambda *_: ("mlp.up",)  # type: ignore[method-assign]
+    with pytest.raises(QtoolError, match=r"inputs of 'mlp.up', no .* did you mean mlp.up_proj"):
+        qtool.plan("demo", recipe=recipe)
+
+
 def method(base: type, **body: Any) -> type:
     return type("Mine", (base,), {"name": "mine", "needs_data": False, **body})
 

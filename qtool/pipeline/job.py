@@ -17,7 +17,7 @@ from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, suggest
 from qtool.exchange.import_formats import already_quantized
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.io.source import dequantized_note, plain_config
@@ -119,6 +119,7 @@ class Job(Architecture):
         rounding = _method(ROUNDINGS, recipe.rounding, "rounding")
         check_order(transforms)
         for method in transforms:
+            _require_transforms(method)
             method.prepare(family, settings)
         blocks = range(settings.num_hidden_layers)
         first = {family.at(settings, block): block for block in reversed(blocks)}
@@ -137,7 +138,7 @@ class Job(Architecture):
         recipe = for_shapes(for_groups(recipe, shapes), shapes)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
         permuted = tuple(
-            dict.fromkeys(n for kind in kinds for t in transforms for n in t.permutes(kind))
+            dict.fromkeys(n for kind in kinds for t in transforms for n in _permuted(t, kind))
         )
         checkpoint_format = CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv)
         return cls(
@@ -330,6 +331,28 @@ def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
     return LinearFormat(
         rule.scheme, rule.group_size, rule.layout or BY_BITS[bits].name, scale_dtype
     )
+
+
+def _require_transforms(method: Transform) -> None:
+    """Refuse a transform that comes after one that there is not."""
+    for other in method.after:
+        if other not in TRANSFORMS:
+            raise QtoolError(
+                f"{method.name}: it comes after {other!r}, which is no transform: "
+                + suggest(other, TRANSFORMS)
+            )
+
+
+def _permuted(method: Transform, family: Family) -> tuple[str, ...]:
+    """:meth:`Transform.permutes`, all of them linears of the block."""
+    names, linears = method.permutes(family), set(family.linears())
+    for name in names:
+        if name not in linears:
+            raise QtoolError(
+                f"{method.name}: it permutes the inputs of {name!r}, no linear of a {family.name} "
+                f"block: {suggest(name, linears)}"
+            )
+    return names
 
 
 def _method(table: dict[str, type[Kind]], step: Step, kind: str) -> Kind:
