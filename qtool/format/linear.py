@@ -62,9 +62,11 @@ class LinearFormat:
                 f"layout {layout.name} holds {layout.bits}-bit codes, "
                 f"{scheme.name} has {scheme.code_bits}-bit ones"
             )
-        if layout.name == "marlin-24" and scheme.sparsity is None:
+        if layout.sparsity not in (None, scheme.sparsity):
+            kept, of = layout.sparsity
             raise QtoolError(
-                f"layout {layout.name} stores two of four weights, {scheme.name} has all of them"
+                f"layout {layout.name} stores {kept} of {of} weights, {scheme.name} "
+                + ("has all of them" if scheme.sparsity is None else "has others")
             )
         try:
             scheme.groups(torch.empty(n, k, device="meta"))

@@ -23,6 +23,8 @@ class Layout(ABC):
     tile: tuple[int, int]
     #: whether what is stored of weights whose rows come one after another does so too
     by_rows: bool = False
+    #: ``(2, 4)``: it holds 2 of 4 consecutive inputs, as a scheme's may leave; ``None``: all
+    sparsity: ClassVar[tuple[int, int] | None] = None
     #: the stored tensors ``pack`` makes
     tensors: ClassVar[tuple[str, ...]] = ("qweight",)
 

@@ -78,6 +78,7 @@ class Marlin24Layout(Layout):
     name = "marlin-24"
     bits = 4
     tensors: ClassVar[tuple[str, ...]] = ("qweight", "metadata")
+    sparsity = (2, 4)
     tile = (128, 128)
 
     def require(self, n: int, k: int) -> None:

@@ -4,14 +4,16 @@ import pytest
 import torch
 
 from qtool import layouts, schemes
+from qtool.errors import QtoolError
 from qtool.format import CheckpointFormat, LinearFormat, Rule
+from qtool.layouts.marlin_24 import Marlin24Layout
 from qtool.runtime.linear import QuantLinear
 
 FITTING = [
     (scheme, layout)
     for scheme, kind in schemes.SCHEMES.items()
     for layout, where in layouts.LAYOUTS.items()
-    if kind.code_bits == where.bits and ("24" in layout) <= ("24" in scheme)
+    if kind.code_bits == where.bits and where.sparsity in (None, kind.sparsity)
 ]
 
 
@@ -80,6 +82,16 @@ def test_a_permuted_linear_gathers_its_input() -> None:
     plain = torch.nn.functional.linear(x, linear.dequantize(), linear.bias)
     assert (linear(x) - plain).norm() < 0.02 * plain.norm()
     assert (linear.dequantize() - weight).norm() < 0.2 * weight.norm()
+
+
+def test_a_layout_of_pruned_weights_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(Marlin24Layout):
+        name = "mine"
+
+    monkeypatch.setitem(layouts.LAYOUTS, "mine", Mine())
+    LinearFormat("w4a16-24", 128, "mine").require("down", 128, 128)
+    with pytest.raises(QtoolError, match="mine stores 2 of 4 weights, w4a16 has all of them"):
+        LinearFormat("w4a16", 128, "mine").require("down", 128, 128)
 
 
 def test_the_format_survives_json() -> None:
