@@ -106,8 +106,10 @@ def recipes_of(choices: Sequence[str]) -> dict[str, Recipe | None]:
     found: dict[str, Recipe | None] = {}
     for choice in choices:
         scheme, _, size = choice.partition(":")
-        found[choice] = None
         if scheme == SIXTEEN:
+            if size:
+                raise QtoolError(f"--choices {choice}: {SIXTEEN} has no group size")
+            found[choice] = None
             continue
         recipe = recipes.load(scheme)
         if len(recipe.layers) > 1:
@@ -182,8 +184,10 @@ class Candidates:
     def bits(self, group: Group, choice: str) -> int:
         """Stored bits of all weights of ``group``."""
         shapes = [self.job.linears(group[0])[linear] for linear in group[1]]
-        return sum(
-            8 * self.jobs[choice].packed_bytes(name, n, k) if linear_format else 16 * n * k
+        return 8 * sum(
+            self.jobs[choice].packed_bytes(name, n, k)
+            if linear_format
+            else self.job.stored_dtype(f"{name}.weight").itemsize * n * k
             for (name, linear_format), (n, k) in zip(
                 self.formats({group: choice}).items(), shapes, strict=True
             )
@@ -193,15 +197,16 @@ class Candidates:
         """Check that ``budget_bits`` a weight leave something to choose.
 
         Raises:
-            QtoolError: a budget below the smallest choice, or for 16 bits everywhere.
+            QtoolError: a budget below the smallest choice, or for the weights as they are.
         """
         least = sum(min(self.bits(g, c) for c in self.choices) for g in self.groups) / self.weights
         if budget_bits < least:
             raise QtoolError(f"--budget-bits {budget_bits}: at least {least:.3f} are needed")
-        if budget_bits >= 16 and None in self.choices.values():
+        whole = sum(self.bits(g, SIXTEEN) for g in self.groups) / self.weights
+        if budget_bits >= whole and SIXTEEN in self.choices:
             raise QtoolError(
-                f"--budget-bits {budget_bits}: every linear fits in 16 bits, so none would be "
-                "quantized; pass less than 16"
+                f"--budget-bits {budget_bits}: every linear fits in {whole:.3g} bits, so none "
+                f"would be quantized; pass less than {whole:.3g}"
             )
 
     def options(self, group: Group, probe: Probe) -> list[Option]:
