@@ -89,6 +89,22 @@ def test_a_scheme_of_another_package_goes_all_the_way(
     assert measured.exit_code == 0 and "perplexity" in measured.stdout
     assert "w4a16-pow2" in CliRunner().invoke(cli, ["schemes"]).stdout
     assert qtool.plan("demo", "w4a16-pow2").job.format.scheme == "w4a16-pow2"
+    card = (out / "README.md").read_text()
+    assert "vllm serve" not in card and "qtool has no kernel for w4a16-pow2 in row-major" in card
+
+
+@pytest.mark.parametrize("missing", [SCHEMES, LAYOUTS])
+def test_a_checkpoint_of_a_plugin_that_is_not_here_says_so(
+    missing: dict[str, Any], make_model: MakeModel, tmp_path: Path
+) -> None:
+    scheme = type("Mine", (SmoothQuant,), {"name": "mine"})
+    qtool.register_layout(DigitLayout(name="mine", n="n", k="k", order="n, k"))
+    qtool.register_scheme(scheme, {"layers": [{"match": ".*", "scheme": "mine", "layout": "mine"}]})
+    qtool.quantize(make_model(), "mine", out=tmp_path / "out")
+    qtool.load(tmp_path / "out")
+    del missing["mine"]
+    with pytest.raises(QtoolError, match=r"'mine', which is not built in .* no installed plugin"):
+        qtool.load(tmp_path / "out")
 
 
 def test_a_plugin_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

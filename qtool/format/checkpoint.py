@@ -9,8 +9,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.format.linear import LinearFormat
+from qtool.layouts import LAYOUTS
+from qtool.schemes import SCHEMES
 
 FORMAT_VERSION = 1
 QUANT_METHOD = "qtool"
@@ -95,7 +98,8 @@ class CheckpointFormat:
         """Read ``quantization_config``.
 
         Raises:
-            QtoolError: not ours, a newer version, or a field that is missing or of the wrong kind.
+            QtoolError: not ours, a newer version, a field that is missing or of the wrong kind, or
+                a scheme or layout of a plugin that is not here.
         """
         if config.get("quant_method") != QUANT_METHOD:
             raise QtoolError(
@@ -128,4 +132,19 @@ def native_format(config: Mapping[str, Any]) -> CheckpointFormat:
 
 def _rule(rule: dict[str, Any]) -> Rule:
     match = rule.pop("match")
-    return Rule(match, LinearFormat(**rule) if rule["scheme"] else None)
+    if not rule["scheme"]:
+        return Rule(match, None)
+    linear_format = LinearFormat(**rule)
+    _require_registered(SCHEMES, linear_format.scheme, "scheme")
+    _require_registered(LAYOUTS, linear_format.layout, "layout")
+    return Rule(match, linear_format)
+
+
+def _require_registered(table: Mapping[str, Any], name: str, kind: str) -> None:
+    """Refuse a stored name that nothing here goes by: it was right where it was written."""
+    plugins.load()
+    if name not in table:
+        raise QtoolError(
+            f"the checkpoint has {kind} {name!r}, which is not built in and which no installed "
+            f"plugin registers (known are {', '.join(table)}): install the package that does"
+        )
