@@ -33,8 +33,8 @@ this checkpoint and says so. lm-eval's own command line:
 
 ## Serve
 
-`vllm serve {path}` where `pip install 'qtool[vllm]'` was run. `qtool export -h` lists the formats
-that other stacks read.
+{serve}
+`qtool export -h` lists the formats that other stacks read.
 
 {results}## How it was made
 
@@ -110,7 +110,10 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
         return EXPORTED.format(what=what, serve=serve, how=how, **fills)
     by = "imported" if "imported from" in provenance else "quantized"
     what = f"`{of}` in {scheme}, {by} by qtool."
-    return TEMPLATE.format(what=what, how=_how(provenance), **fills)
+    serve = f"`vllm serve {fills['path']}` where `pip install 'qtool[vllm]'` was run."
+    if missing := provenance.get("without kernel"):
+        serve = f"vLLM cannot serve it: qtool has no kernel for {', '.join(missing)}."
+    return TEMPLATE.format(what=what, serve=serve, how=_how(provenance), **fills)
 
 
 def with_results(card: str, table: str) -> str:

@@ -30,6 +30,7 @@ from qtool.pipeline.streaming.shards import Shards
 from qtool.pipeline.units import bytes_text
 from qtool.progress import Progress
 from qtool.recipes import Recipe
+from qtool.runtime.dispatch import without_kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,6 +266,7 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
         "format_version": job.format.version,
         "source": source.identity(),
         "scheme": job.format.scheme,
+        **without_kernel(job.format),
         "recipe": _methods(job),
         **_stored(job),
         "calibration": dict(calibration.facts),

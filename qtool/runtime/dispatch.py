@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qtool.format import LinearFormat
+from qtool.format import CheckpointFormat, LinearFormat
 from qtool.kernels.dtypes import FLOATS, HALF
 
 if TYPE_CHECKING:
@@ -290,6 +290,13 @@ KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
     ("w4ax-fmpq", "apex4"): (W4AX, W4AX_MMA),
     ("w4ax-fmpq", "w4ax-interleaved"): (W4AX, W4AX_MMA),
 }
+
+
+def without_kernel(checkpoint_format: CheckpointFormat) -> dict[str, list[str]]:
+    """What qtool.json says of schemes and layouts that no kernel takes, so that no engine can."""
+    formats = [rule.format for rule in checkpoint_format.rules if rule.format]
+    found = [f"{f.scheme} in {f.layout}" for f in formats if not KERNELS.get((f.scheme, f.layout))]
+    return {"without kernel": list(dict.fromkeys(found))} if found else {}
 
 
 def kernel_for(

@@ -74,7 +74,8 @@ def test_the_card_says_how_it_was_made_and_keeps_the_bases(
     card, front = (out / "README.md").read_text(), front_of(out / "README.md")
     assert front["license"] == "apache-2.0" and front["language"] == ["de"]
     assert "widget" not in front and front["tags"] == ["qtool", "w4a16"]
-    for text in ("import qtool", 'qtool.load("llama-w4a16")', "rtn", "README.base.md"):
+    served = "`vllm serve llama-w4a16`"
+    for text in ("import qtool", 'qtool.load("llama-w4a16")', served, "rtn", "README.base.md"):
         assert text in card
 
 
