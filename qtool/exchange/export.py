@@ -31,7 +31,7 @@ from qtool.io.integrity import read_record
 from qtool.io.model_card import results_in
 from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
-from qtool.models.architecture import dtype_name
+from qtool.models.architecture import dtype_name, named_dtype
 from qtool.models.torch_defaults import torch_defaults
 from qtool.progress import Progress
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name, missing_scales
@@ -334,7 +334,7 @@ def _notes(work: _Export, kv: str | None) -> list[str]:
         )
     if target.one_file and (otherwise := tokenizer_caution(work.source.directory)):
         notes.append(otherwise)
-    notes += _dtype_notes(target, formats, str(config.get("dtype") or config.get("torch_dtype")))
+    notes += _dtype_notes(target, formats, named_dtype(config))
     if target.read_by_transformers and (own := _converted(work)):
         notes.append(
             f"transformers does not load this export: it makes {own} of other tensors, and drops "

@@ -1,5 +1,6 @@
 """A family at the sizes of one config.json: how many blocks, which tensors, of which shapes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -90,6 +91,11 @@ def context_length(settings: Any) -> int | None:
     """
     lengths = (getattr(settings, key, None) for key in ("max_position_embeddings", "max_seq_len"))
     return next((length for length in lengths if length and length > 0), None)  # XLNet has -1
+
+
+def named_dtype(config: Mapping[str, Any]) -> str:
+    """The name of the dtype in config.json, under its new key or its old one; else ``None``."""
+    return str(config.get("dtype") or config.get("torch_dtype"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
