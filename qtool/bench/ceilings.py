@@ -74,15 +74,15 @@ def measure(source: Checkpoint, directory: Path, device: torch.device) -> Ceilin
     )
 
 
-def _seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Seconds of one call: the mean of ``times`` after one to warm up."""
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call: the mean of five after one to warm up."""
     run()
     _wait(device)
     started = time.perf_counter()
-    for _ in range(times):
+    for _ in range(5):
         run()
     _wait(device)
-    return (time.perf_counter() - started) / times
+    return (time.perf_counter() - started) / 5
 
 
 def _wait(device: torch.device) -> None:

@@ -26,22 +26,20 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
-    """The model of ``config`` in eval mode, all parameters on ``meta``.
+def skeleton(config: "PretrainedConfig") -> "PreTrainedModel":
+    """The model of ``config`` in eval mode, all parameters float32 on ``meta``.
 
     Raises:
         QtoolError: as :func:`empty_model`.
     """
-    model = empty_model(config, dtype)
+    model = empty_model(config)
     replace_conv1d(model)
     separate_experts(model)
     return model.eval()
 
 
-def empty_model(
-    config: "PretrainedConfig", dtype: torch.dtype = torch.float32
-) -> "PreTrainedModel":
-    """The model of ``config`` as transformers makes it, all parameters on ``meta``.
+def empty_model(config: "PretrainedConfig") -> "PreTrainedModel":
+    """The model of ``config`` as transformers makes it, all parameters float32 on ``meta``.
 
     Raises:
         QtoolError: transformers cannot make it, and what it says.
@@ -50,7 +48,7 @@ def empty_model(
 
     try:
         with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
+            model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
     except Exception as error:  # whatever a model's own code raises
         raise QtoolError(refusal(error)) from error
     return model

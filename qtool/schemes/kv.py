@@ -75,11 +75,11 @@ class KV8(KVQuantizer):
     bits = 8
     static = True
 
-    def __init__(self, amax: Tensor, scale_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, amax: Tensor) -> None:
         if not amax.is_meta and not torch.isfinite(amax).all():
             raise QtoolError("kv8: the calibration maxima hold NaN or Inf")
         scale = torch.where(amax > 0, amax.float() / 127, 1.0)
-        self.scale = stored_scale(scale, scale_dtype)  # [H, D]
+        self.scale = stored_scale(scale, torch.float32)  # [H, D]
 
     @classmethod
     def of_scale(cls, scale: Tensor) -> "KV8":

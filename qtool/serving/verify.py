@@ -240,8 +240,8 @@ def _our_scores(model: Any, ids: Tensor) -> Tensor:
     return torch.stack(rows).gather(2, ids[:, 1:, None])[..., 0].cpu()
 
 
-def random_prompts(vocabulary: int, count: int = 8, length: int = 64) -> list[list[int]]:
-    """Prompts of random token ids."""
+def random_prompts(vocabulary: int) -> list[list[int]]:
+    """Eight prompts of 64 random token ids."""
     return torch.randint(
-        3, vocabulary, (count, length), generator=torch.Generator().manual_seed(0)
+        3, vocabulary, (8, 64), generator=torch.Generator().manual_seed(0)
     ).tolist()

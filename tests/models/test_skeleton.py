@@ -15,7 +15,7 @@ from tests.conftest import SMALL
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_norms_are_the_same_function(config, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
-    plain = skeleton(config, dtype).to_empty(device="cpu").to(dtype)
+    plain = skeleton(config).to_empty(device="cpu").to(dtype)
     for parameter in plain.parameters():
         torch.nn.init.uniform_(parameter, 0.5, 1.5)
     fused = copy.deepcopy(plain)

@@ -203,8 +203,6 @@ def smooth_factors(
     schemes: Sequence[Scheme],
     *,
     grid: Tensor | None = None,
-    x_amax: Tensor | None = None,
-    w_amax: Tensor | None = None,
     balance: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The best factors ``lambda [K]`` of linears that read one input, with their errors.
@@ -214,8 +212,6 @@ def smooth_factors(
         inputs: a sample ``X [T, K]`` float32 that the output error is measured on.
         grid: pairs of exponents ``[C, 2]`` float64; None: ``exponent_grid(5)``. A single pair is
             taken even where no smoothing is better.
-        x_amax: ``[K]`` of the formula; None: the largest of ``inputs``.
-        w_amax: ``[K]`` of the formula; None: the largest of ``weights``.
         balance: search from :func:`balancing_factor`.
 
     Returns:
@@ -232,10 +228,8 @@ def smooth_factors(
     >>> int(factor.argmax()), bool(error < before / 4)
     (5, True)
     """
-    if x_amax is None:
-        x_amax = inputs.abs().amax(0)
-    if w_amax is None:
-        w_amax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
+    x_amax = inputs.abs().amax(0)
+    w_amax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
     factors, values = best_factors(
         ((s, weight[None].float()) for s, weight in zip(schemes, weights, strict=True)),
         inputs[None],
