@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from qtool.data.chat import Row
 from qtool.errors import QtoolError
@@ -130,13 +130,21 @@ def _row_of(line: str, path: Path, number: int) -> Row:
         for name, kind in COLUMNS.items():
             if isinstance(row.get(name), kind):
                 return row[name]  # type: ignore[no-any-return]
-        found = f"the keys {', '.join(sorted(row)) or '(none)'}"
+        found = _found(row)
     else:
         found = f"a {type(row).__name__}"
     raise QtoolError(
         f'{path} line {number} has {found}, expected an object with a string "text" or a list '
         '"messages"'
     )
+
+
+def _found(row: dict[str, Any]) -> str:
+    """What a row has in place of a content: one of another type, or other keys."""
+    for name in COLUMNS:
+        if name in row:
+            return f'"{name}" of type {type(row[name]).__name__}'
+    return f"the keys {', '.join(sorted(row)) or '(none)'}"
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -152,6 +160,12 @@ def _parquet(path: Path) -> Iterator[Row]:
                     f'{path} has the columns {", ".join(names)}, expected "text" or "messages"'
                 )
             for batch in file.iter_batches(batch_size=1024, columns=[column]):
-                yield from (row or "" for row in batch.column(0).to_pylist())
+                for row in batch.column(0).to_pylist():
+                    if row is not None and not isinstance(row, COLUMNS[column]):
+                        raise QtoolError(
+                            f'{path} has {_found({column: row})}, expected a string "text" or a '
+                            'list "messages"'
+                        )
+                    yield row or ""
     except pyarrow.ArrowException as error:
         raise QtoolError(f"{path} is not a parquet file: {error}") from None

@@ -121,6 +121,9 @@ def test_offline_is_one_sentence(tmp_path, monkeypatch, name):
             "line 2 has the keys content, id, expected",
         ),
         ("a.jsonl", '["a"]\n', "line 1 has a list"),
+        ("a.jsonl", '{"id": 1, "text": 5}\n', 'line 1 has "text" of type int, expected'),
+        ("a.jsonl", '{"text": null}\n', 'line 1 has "text" of type NoneType, expected'),
+        ("a.jsonl", '{"messages": "hi"}\n', 'line 1 has "messages" of type str, expected'),
         ("a.jsonl", '{"text": "a"\n', "line 1 is not JSON"),
         ("a.jsonl", '{"text": "a", "id": ' + "1" * 5000 + "}", "line 1 cannot be read: .*digits"),
         ("a.jsonl", "[" * 100_000, "line 1 cannot be read: maximum recursion depth"),
@@ -141,6 +144,13 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"text": "a\\ud83d"}\n{"text": "\\ud83d\\ude00"}\n')
     corpus = corpora.load(str(path), split="test")
     assert corpus.text == "a\ufffd\n\n\U0001f600" and len(corpus.sha256) == 64
+
+
+@pytest.mark.parametrize(("column", "kind"), [("text", "int"), ("messages", "int")])
+def test_a_parquet_column_of_another_type(tmp_path, column, kind):
+    parquet.write_table(pyarrow.table({column: [None, 5]}), tmp_path / "b.parquet")
+    with pytest.raises(QtoolError, match=f'has "{column}" of type {kind}, expected a string'):
+        corpora.load(str(tmp_path / "b.parquet"), split="train")
 
 
 def test_bad_parquet_column_and_directory(tmp_path):
