@@ -22,6 +22,7 @@ from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.cli import cli
 from qtool.errors import CheckFailed, QtoolError
+from qtool.eval import saved
 from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.format import LinearFormat
 from qtool.layouts import LAYOUTS, DigitLayout, Layout
@@ -589,4 +590,6 @@ def test_bytes_of_a_layout_whose_tile_does_not_divide_256() -> None:
 
 
 def test_the_versions_of_plugins_are_those_of_their_packages(installed: None) -> None:
+    """And a result that another one computed is not used again."""
     assert plugins.versions()["own-scheme"] == "0.1.0"
+    assert "own-scheme 0.1.0" in saved.environment("cpu")["plugins"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import qtool
+from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.eval.compare import table
 from qtool.eval.engine import Model, engine_version
@@ -62,11 +63,14 @@ def environment(
 ) -> dict[str, str]:
     """Facts that change a result: kind of device, versions, a given KV quantizer, dtype, engine.
 
+    Versions are also those of the packages that have plugins, where there are some.
+
     The number of GPUs of an engine, like the batch size, only moves the last digits.
     """
     kind = "cuda" if engine else device.partition(":")[0]
     versions = {name: version(name) for name in ("torch", "transformers")}
-    given = {"kv": kv, "dtype": dtype, "engine": engine and engine_version()}
+    others = ", ".join(f"{name} {found}" for name, found in sorted(plugins.versions().items()))
+    given = {"kv": kv, "dtype": dtype, "engine": engine and engine_version(), "plugins": others}
     return (
         {"device": kind, "qtool": qtool.__version__}
         | versions
