@@ -272,7 +272,15 @@ def test_shapes_the_layout_cannot_hold(refused, make_model: MakeModel) -> None: 
         make_model(intermediate_size=352),
     )
     refused(
-        "not divisible by group size 128", make_model(hidden_size=192, head_dim=48), scheme="w4a16"
+        "q_proj: w4a16: 192 input channels are not divisible by group size 128 (sizes that do: "
+        "32, 64, channel)",
+        make_model(hidden_size=192, head_dim=48),
+        scheme="w4a16",
+    )
+    refused(
+        "group size 128 (sizes that do: 32, channel)",  # 64 would not divide down_proj's
+        make_model(hidden_size=192, head_dim=48, intermediate_size=352),
+        scheme="w4a16",
     )
     small = make_model(num_key_value_heads=1, head_dim=16)
     refused(

@@ -50,8 +50,11 @@ class LinearFormat:
     def layout_object(self) -> Layout:
         return layouts.get(self.layout)
 
-    def require(self, name: str, n: int, k: int) -> None:
+    def require(self, name: str, n: int, k: int, common: int | None = None) -> None:
         """Refuse a linear ``name`` whose weight ``[n, k]`` scheme or layout cannot hold.
+
+        Args:
+            common: what divides the inputs of all linears in this format; by default ``k``.
 
         Raises:
             QtoolError: naming the linear.
@@ -69,7 +72,7 @@ class LinearFormat:
                 + ("has all of them" if scheme.sparsity is None else "has others")
             )
         try:
-            scheme.groups(torch.empty(n, k, device="meta"))
+            scheme.require_groups(k, common or k)
             layout.require(n, k)
         except QtoolError as error:
             raise QtoolError(f"{name}: {error}") from error

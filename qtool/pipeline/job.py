@@ -6,7 +6,7 @@
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 from typing import Any, TypeVar
 
 import torch
@@ -304,10 +304,17 @@ class Job(Architecture):
 def _require_all_fit(job: Job) -> None:
     """Refuse an unknown KV quantizer, and a linear that its scheme or layout cannot hold."""
     kv_tensors(job.recipe.kv, job.family, Heads.of(job.namespace))
-    for block in job.distinct_blocks:
-        for name, shape in job.linears(block).items():
-            if linear_format := job.format.of(job.full(block, name)):
-                linear_format.require(job.full(block, name), *shape)
+    packed = [
+        (job.full(block, name), shape, linear_format)
+        for block in job.distinct_blocks
+        for name, shape in job.linears(block).items()
+        if (linear_format := job.format.of(job.full(block, name)))
+    ]
+    common: dict[LinearFormat, int] = {}
+    for _, (_, k), linear_format in packed:
+        common[linear_format] = gcd(common.get(linear_format, 0), k)
+    for name, shape, linear_format in packed:
+        linear_format.require(name, *shape, common[linear_format])
 
 
 def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:

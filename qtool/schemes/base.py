@@ -121,18 +121,30 @@ class Scheme(ABC):
             QtoolError: if K is not a multiple of the group size.
         """
         n, k = weight.shape
+        self.require_groups(k, k)
+        size = self.group_size or k
+        return weight.reshape(n, k // size, size)
+
+    def require_groups(self, k: int, common: int) -> None:
+        """Check that ``k`` input channels are whole groups.
+
+        Args:
+            common: a divisor of k; the group sizes that are proposed divide it.
+
+        Raises:
+            QtoolError: they are not.
+        """
         size = self.group_size or k
         if not k or k % size:
             fits = [
                 "channel" if g is None else str(g)
                 for g in self.group_sizes
-                if k and k % (g or k) == 0
+                if k and common % (g or common) == 0
             ]
             others = f"sizes that do: {', '.join(fits)}" if fits else "nor by another it has"
             raise QtoolError(
                 f"{self.name}: {k} input channels are not divisible by group size {size} ({others})"
             )
-        return weight.reshape(n, k // size, size)
 
     def prune(self, weight: Tensor) -> Tensor:
         """``weight [n, K]`` as the scheme can hold it: zeros where :attr:`sparsity` wants them."""
