@@ -36,22 +36,37 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
     if not any(family.groups for family in of_block):
         other = next((f"; {n} is not: {why}" for n, why in of_block[0].unquantized.items()), "")
         raise QtoolError(f"its blocks have no linear that can be quantized{other}")
-    main = next((f for f in of_block if f.experts), of_block[0])
-    unproved = [family.fixed_stream for family in of_block if family.fixed_stream]
-    stream = unproved[0] if unproved else model.why_fixed()
-    final_norm = model.final_norm
-    refuses = {k: v for family in of_block for k, v in family.refuses.items()}
+    common = _beside_blocks(model, on_disk) | {
+        "refuses": {k: v for family in of_block for k, v in family.refuses.items()},
+        "fixed_stream": _why_fixed(model, of_block),
+        "layer_norm": any(f.layer_norm for f in of_block),
+    }
+    own = {id(f): replace(f, **common, norm_offset=f.norm_offset) for f in of_block}
+    whole = own[id(next((f for f in of_block if f.experts), of_block[0]))]
+    if len(own) == 1:
+        return whole
+    numbered = [own[id(f)] for f in of_block]
+    return replace(whole, choose=lambda config, block: numbered[block])
+
+
+def _why_fixed(model: RecordedModel, of_block: list[Family]) -> str:
+    """Why the residual stream cannot be rotated, if it cannot."""
+    stream = next((f.fixed_stream for f in of_block if f.fixed_stream), "") or model.why_fixed()
     offsets = {f.norm_offset for f in of_block}
-    final = model.form(final_norm) if final_norm else None
-    if final is not None and not stream:
+    final = model.form(model.final_norm) if model.final_norm else None
+    if final is not None:
         offsets.add(final.offset)
-    if len(offsets) > 1:
-        stream = stream or "its norms do not multiply by their weights in one way"
+    if not stream and len(offsets) > 1:
+        return "its norms do not multiply by their weights in one way"
+    return stream
+
+
+def _beside_blocks(model: RecordedModel, on_disk: DiskNames) -> dict[str, Any]:
+    """What a family says of the whole model."""
+    final_norm = model.final_norm
     common: dict[str, Any] = {
         "name": type(model.model).__name__.removesuffix("ForCausalLM"),
         "model_types": (model.model.config.model_type,),
-        "refuses": refuses,
-        "fixed_stream": stream,
         "text": model.recorded.text,
         "embedding": model.recorded.embedding,
         "positions": model.positions,
@@ -81,7 +96,6 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
             and name != model.recorded.head
         ),
         "integers": frozenset(model.integers),
-        "layer_norm": any(f.layer_norm for f in of_block),
         "derived": True,
     }
     common["outside"] = _outside(model, common)
@@ -89,12 +103,7 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
     common["read_of_text"] = tuple(
         name for name in common["outside"] if name.rpartition(".")[0] in called
     )
-    own = {id(f): replace(f, **common, norm_offset=f.norm_offset) for f in of_block}
-    whole = own[id(main)]
-    if len(own) == 1:
-        return whole
-    numbered = [own[id(f)] for f in of_block]
-    return replace(whole, choose=lambda config, block: numbered[block])
+    return common
 
 
 def _outside(model: RecordedModel, common: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
