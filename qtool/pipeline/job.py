@@ -217,6 +217,11 @@ class Job(Architecture):
         shapes = self.block_shapes(block)
         return {name: shapes[f"{name}.weight"] for name in self.block_family(block).linears()}  # type: ignore[misc]
 
+    def formats(self, block: int) -> dict[str, LinearFormat]:
+        """The formats of the linears of a block that are quantized, by name within it."""
+        full_names = {name: self.full(block, name) for name in self.linears(block)}
+        return {name: found for name, full in full_names.items() if (found := self.format.of(full))}
+
     def shards(self) -> list[dict[str, Tensor]]:
         """The tensors of all output shards, on ``meta``.
 
@@ -259,13 +264,12 @@ class Job(Architecture):
         """The stored tensors of a block, by full name, on ``meta``."""
         shapes = self.block_shapes(block)
         tensors: dict[str, Tensor] = {}
-        for name, (n, k) in self.linears(block).items():
-            if linear_format := self.format.of(self.full(block, name)):
-                stored = linear_format.tensors(n, k)
-                if self.format.is_permuted(self.full(block, name)):
-                    stored["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
-                tensors |= {f"{name}.{part}": tensor for part, tensor in stored.items()}
-                del shapes[f"{name}.weight"]
+        for name, linear_format in self.formats(block).items():
+            n, k = shapes.pop(f"{name}.weight")
+            stored = linear_format.tensors(n, k)
+            if self.format.is_permuted(self.full(block, name)):
+                stored["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
+            tensors |= {f"{name}.{part}": tensor for part, tensor in stored.items()}
         tensors |= {
             name: self._meta(self.full(block, name), shape) for name, shape in shapes.items()
         }
@@ -276,10 +280,8 @@ class Job(Architecture):
         """The bytes a block stores, without making :meth:`block_tensors`."""
         shapes = self.block_shapes(block)
         stored = 0
-        for name, (n, k) in self.linears(block).items():
-            if self.format.of(full := self.full(block, name)):
-                stored += self.packed_bytes(full, n, k)
-                del shapes[f"{name}.weight"]
+        for name in self.formats(block):
+            stored += self.packed_bytes(self.full(block, name), *shapes.pop(f"{name}.weight"))
         scales = kv_tensors(self.format.kv, self.family, Heads.of(self.namespace)).values()
         stored += sum(scale.nbytes for scale in scales)
         return stored + sum(
@@ -305,10 +307,9 @@ def _require_all_fit(job: Job) -> None:
     """Refuse an unknown KV quantizer, and a linear that its scheme or layout cannot hold."""
     kv_tensors(job.recipe.kv, job.family, Heads.of(job.namespace))
     packed = [
-        (job.full(block, name), shape, linear_format)
+        (job.full(block, name), job.linears(block)[name], linear_format)
         for block in job.distinct_blocks
-        for name, shape in job.linears(block).items()
-        if (linear_format := job.format.of(job.full(block, name)))
+        for name, linear_format in job.formats(block).items()
     ]
     common: dict[LinearFormat, int] = {}
     for _, (_, k), linear_format in packed:

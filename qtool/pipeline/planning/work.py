@@ -14,9 +14,7 @@ from qtool.pipeline.job import Job
 def block_shape(job: Job, block: int, samples: int, seqlen: int, itemsize: int = 2) -> BlockShape:
     """The shape of block ``block`` of ``job``, as its methods count their work."""
     linears = job.linears(block)
-    quantized = {
-        name: shape for name, shape in linears.items() if job.format.of(job.full(block, name))
-    }
+    quantized = {name: linears[name] for name in job.formats(block)}
     return BlockShape(
         job.block_family(block), job.namespace, linears, quantized, samples, seqlen, itemsize
     )

@@ -62,18 +62,16 @@ class StreamedBlocks:
     ) -> Iterator[tuple[str, Tensor]]:
         """``(full name, tensor)`` of all that block ``index`` stores, in the order of ``spec``."""
         job = self.job
-        for name in job.linears(index):
-            full = job.full(index, name)
-            if linear_format := job.format.of(full):
-                pinned = self.device.type == "cuda"
-                weight = self.source.read(f"{full}.weight", pinned=pinned).to(self.device)
-                require_finite(f"{full}.weight", weight)
-                scheme = linear_format.scheme_object
-                rounded = round_to_nearest(scheme, weight)
-                check(scheme, {full: rounded})
-                notes.setdefault("rtn", {})[name] = {"weight_error": rounded.weight_error}
-                for part, tensor in linear_format.pack(rounded.codes, rounded.params).items():
-                    yield f"{full}.{part}", tensor
+        for name, linear_format in job.formats(index).items():
+            full, scheme = job.full(index, name), linear_format.scheme_object
+            pinned = self.device.type == "cuda"
+            weight = self.source.read(f"{full}.weight", pinned=pinned).to(self.device)
+            require_finite(f"{full}.weight", weight)
+            rounded = round_to_nearest(scheme, weight)
+            check(scheme, {full: rounded})
+            notes.setdefault("rtn", {})[name] = {"weight_error": rounded.weight_error}
+            for part, tensor in linear_format.pack(rounded.codes, rounded.params).items():
+                yield f"{full}.{part}", tensor
         for full, tensor in spec.items():
             if full in self.source:
                 yield full, as_stored(full, require_finite(full, self.source.read(full)), job)
@@ -282,7 +280,7 @@ class BuiltBlocks:
             # of a source with some tensors in float32 (a router's bias) the module has them rounded
             floats = weights.items() if self.compute else ()
             exact = {n: w.float() for n, w in floats if w.is_floating_point()}
-        formats = {n: f for n in job.linears(index) if (f := job.format.of(job.full(index, n)))}
+        formats = job.formats(index)
         schemes = {name: linear_format.scheme_object for name, linear_format in formats.items()}
         block = Block(
             index,
@@ -341,8 +339,7 @@ class BuiltBlocks:
             }
             module = self._module(index, self._moved(weights), dtype)
             block = Block(index, module, job.block_family(index), job.namespace, {})
-            linears = job.linears(index)
-            formats = {name: f for name in linears if (f := job.format.of(prefix + name))}
+            linears, formats = job.linears(index), job.formats(index)
             for name, linear_format in formats.items():
                 block.schemes[name] = linear_format.scheme_object
                 if (order := parts.get(f"{name}.permutation")) is not None:
