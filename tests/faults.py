@@ -738,7 +738,7 @@ FAULTS = [
             "tests/distributed/test_serialization.py",
         ),
         (
-            "qtool/pipeline/streaming/blocks.py",
+            "qtool/pipeline/streaming/built_blocks.py",
             "rows = table_rows(self.source, job, name, wanted)",
             "rows = torch.zeros(len(wanted), self.source.entry(f'{name}.weight').shape[1])",
             "tests/pipeline/test_passed.py",
@@ -836,7 +836,7 @@ FAULTS = [
             "tests/pipeline/test_quantize.py -k resume",
         ),
         (
-            "qtool/pipeline/streaming/blocks.py",
+            "qtool/pipeline/streaming/built_blocks.py",
             "with quantized_kv(block, job.format.kv, parts):",
             "with quantized_kv(block, None, parts):",
             "tests/pipeline/test_reference.py",

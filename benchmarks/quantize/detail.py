@@ -34,7 +34,7 @@ from qtool.format import LinearFormat
 from qtool.io.run_record import record_path
 from qtool.io.source import Checkpoint
 from qtool.pipeline import quantize
-from qtool.pipeline.streaming import blocks
+from qtool.pipeline.streaming import built_blocks
 from qtool.schemes.base import Scheme
 
 NAMED = (
@@ -45,7 +45,7 @@ NAMED = (
     (factor.Factor, "__init__"),
     *((hessian.Hessian, name) for name in ("power", "step", "complete")),
     *((ranks, name) for name in ("all_gather", "all_reduce")),
-    *((blocks.BuiltBlocks, name) for name in ("__init__", "_first_inputs", "_module")),
+    *((built_blocks.BuiltBlocks, name) for name in ("__init__", "_first_inputs", "_module")),
     *((LinearFormat, "pack"), (LinearFormat, "unpack"), (Scheme, "check")),
 )
 #: of each run in this process

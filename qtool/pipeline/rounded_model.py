@@ -18,7 +18,7 @@ from qtool.models.auto import float_config
 from qtool.pipeline.planning.memory import ROUNDED_SCHEME
 from qtool.pipeline.quantize import job_of
 from qtool.pipeline.streaming import embedding_and_head
-from qtool.pipeline.streaming.blocks import StreamedBlocks
+from qtool.pipeline.streaming.streamed_blocks import StreamedBlocks
 from qtool.runtime.load import load_tensors
 
 #: blocks that are read and rounded side by side: a thread reads less than a disk or a cache gives

@@ -19,7 +19,7 @@ from qtool.calibration.forwards import propagate
 from qtool.io.output import Output
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
-from qtool.pipeline.streaming import blocks, snapshots
+from qtool.pipeline.streaming import built_blocks, snapshots
 from tests.conftest import save_model
 from tests.pipeline.test_quantize import files
 
@@ -64,7 +64,7 @@ def forwarded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(block.index)
         propagate(block, batches)
 
-    monkeypatch.setattr(blocks, "propagate", recorded)
+    monkeypatch.setattr(built_blocks, "propagate", recorded)
     monkeypatch.setattr(snapshots, "ALLOWANCE", float("inf"))
     return seen
 

@@ -38,8 +38,9 @@ from qtool.pipeline.streaming.activations import (
     described,
     place_for,
 )
-from qtool.pipeline.streaming.blocks import BuiltBlocks, StreamedBlocks
+from qtool.pipeline.streaming.built_blocks import BuiltBlocks
 from qtool.pipeline.streaming.snapshots import Snapshots
+from qtool.pipeline.streaming.streamed_blocks import StreamedBlocks
 from qtool.progress import Progress
 
 #: bytes of the widest 16-bit input of a linear, for one batch on a GPU: Hessians are added to once

@@ -1,9 +1,8 @@
-"""Quantizes one block, streamed weight by weight or built as a module.
+"""Blocks that are built as modules, transformed, rounded and run.
 
-Streamed: without transforms and data each weight is read, rounded, packed, written and forgotten by
-itself. Built: the block is a module, rewritten by the transforms and rounded; its *packed* tensors
-are then unpacked as the block that computes the next one's inputs. A resumed run reads these from
-the written blocks and sees the same numbers to the bit.
+Each is rewritten by the transforms and rounded; its *packed* tensors are then unpacked as the block
+that computes the next one's inputs. A resumed run reads these from the written blocks and sees the
+same numbers to the bit.
 
 On CUDA forwards are in the model's 16-bit dtype; the weights that methods change lie beside them in
 float32.
@@ -27,12 +26,11 @@ from qtool.calibration.rounding.rounded import (
     check,
     require_packable,
 )
-from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.stacking import packed_in_turn
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
 from qtool.format import LinearFormat
-from qtool.io.finite import require_all_finite, require_finite
+from qtool.io.finite import require_all_finite
 from qtool.io.read_ahead import ReadAhead
 from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
@@ -48,38 +46,6 @@ from qtool.pipeline.streaming.method_checks import (
     require_stored,
 )
 from qtool.pipeline.streaming.snapshots import Snapshots
-from qtool.runtime.packed_kv import NEUTRAL
-
-
-class StreamedBlocks:
-    """Blocks whose weights are rounded one by one, on ``device``."""
-
-    def __init__(self, source: Checkpoint, job: Job, device: torch.device) -> None:
-        self.source, self.job, self.device = source, job, device
-
-    def tensors(
-        self, index: int, following: int | None, spec: Mapping[str, Tensor], notes: dict[str, Any]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """``(full name, tensor)`` of all that block ``index`` stores, in the order of ``spec``."""
-        job = self.job
-        for name, linear_format in job.formats(index).items():
-            full, scheme = job.full(index, name), linear_format.scheme_object
-            pinned = self.device.type == "cuda"
-            weight = self.source.read(f"{full}.weight", pinned=pinned).to(self.device)
-            require_finite(f"{full}.weight", weight)
-            rounded = round_to_nearest(scheme, weight)
-            check(scheme, {full: rounded})
-            notes.setdefault("rtn", {})[name] = {"weight_error": rounded.weight_error}
-            for part, tensor in linear_format.pack(rounded.codes, rounded.params).items():
-                yield f"{full}.{part}", tensor
-        for full, tensor in spec.items():
-            if full in self.source:
-                yield full, as_stored(full, require_finite(full, self.source.read(full)), job)
-            elif (neutral := NEUTRAL.get(full.rpartition(".")[2])) is not None:
-                yield full, torch.full(tensor.shape, neutral)  # nothing was calibrated
-
-    def close(self) -> None:
-        """Do nothing: no thread is open."""
 
 
 class BuiltBlocks:
@@ -119,7 +85,7 @@ class BuiltBlocks:
         own = ranks.local_items(tokens)
         shapes = [(len(ids), ids.shape[1]) for ids in tokens]
         self.batches = Batches(self._first_inputs(own, activations) if own else [], shapes)
-        #: the same in the float model; they enter block ``self.reached``
+        #: the same batches in the float model, where they enter block ``self.reached``
         self.references = [
             activations.batch(self._kept("float", i) if kept else b.tensors, b.kwargs, b.axis)
             for i, b in enumerate(self.batches)
@@ -217,21 +183,29 @@ class BuiltBlocks:
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
         with phase("pack"):
-            turns = list(_packed_at_once(formats, job.linears(index), self.device))
-            for names in ranks.local_items(turns):
-                scheme = formats[names[0]].scheme_object
-                check(scheme, {prefix + name: rounded[name] for name in names})
-            for names in turns:
-                linear_format, found = formats[names[0]], [rounded.pop(name) for name in names]
-                packed = linear_format.pack_all([(one.codes, one.params) for one in found])
-                for name, own in zip(names, packed, strict=True):
-                    stored |= {f"{prefix}{name}.{part}": tensor for part, tensor in own.items()}
-            for name in formats:
-                if job.format.is_permuted(prefix + name):
-                    order = block.permutations.get(name, torch.arange(block.weight(name).shape[1]))
-                    stored[f"{prefix}{name}.permutation"] = order.to(torch.int32)
+            stored |= dict(self._packed(block, formats, rounded))
         _empty(block.module)
         return [(name, stored[name]) for name in spec]
+
+    def _packed(
+        self, block: Block, formats: Mapping[str, LinearFormat], rounded: dict[str, Rounded]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """``(full name, tensor)`` of all packed linears; ``rounded`` is emptied on the way."""
+        job, prefix = self.job, self.job.full(block.index, "")
+        turns = list(_packed_at_once(formats, job.linears(block.index), self.device))
+        for names in ranks.local_items(turns):
+            scheme = formats[names[0]].scheme_object
+            check(scheme, {prefix + name: rounded[name] for name in names})
+        for names in turns:
+            linear_format, found = formats[names[0]], [rounded.pop(name) for name in names]
+            packed = linear_format.pack_all([(one.codes, one.params) for one in found])
+            for name, own in zip(names, packed, strict=True):
+                for part, tensor in own.items():
+                    yield f"{prefix}{name}.{part}", tensor
+        for name in formats:
+            if job.format.is_permuted(prefix + name):
+                order = block.permutations.get(name, torch.arange(block.weight(name).shape[1]))
+                yield f"{prefix}{name}.permutation", order.to(torch.int32)
 
     def _transformed(
         self, index: int, following: int | None, notes: dict[str, Any]
@@ -331,32 +305,37 @@ class BuiltBlocks:
         parts = {
             name.removeprefix(prefix): tensor.to(self.device) for name, tensor in stored.items()
         }
-        shapes, dtype = job.block_shapes(index), self.compute or torch.float32
         with phase("pack"):
-            weights = {
-                n: parts[n] if n in parts else torch.empty(s, dtype=dtype, device="meta")
-                for n, s in shapes.items()
-            }
-            module = self._module(index, self._moved(weights), dtype)
-            block = Block(index, module, job.block_family(index), job.namespace, {})
-            linears, formats = job.linears(index), job.formats(index)
-            for name, linear_format in formats.items():
-                block.schemes[name] = linear_format.scheme_object
-                if (order := parts.get(f"{name}.permutation")) is not None:
-                    block.permutations[name] = order.long()
-            for names in _packed_at_once(formats, linears, self.device):
-                linear_format, (n, k) = formats[names[0]], linears[names[0]]
-                stored_parts = [
-                    {part: parts[f"{name}.{part}"] for part in linear_format.tensors(n, k)}
-                    for name in names
-                ]
-                found = linear_format.unpack_all(stored_parts, n, k)
-                block.install({n: Rounded(*one) for n, one in zip(names, found, strict=True)})
+            block = self._unpacked(index, parts)
         if self.device.type == "cuda":
             self.read_ahead.move(self.device)
         with quantized_kv(block, job.format.kv, parts):
             propagate(block, self.batches)
-        _empty(module)
+        _empty(block.module)
+
+    def _unpacked(self, index: int, parts: Mapping[str, Tensor]) -> Block:
+        """Block ``index`` of what it stores, ``parts`` by their names within it."""
+        job, dtype = self.job, self.compute or torch.float32
+        weights = {
+            n: parts[n] if n in parts else torch.empty(s, dtype=dtype, device="meta")
+            for n, s in job.block_shapes(index).items()
+        }
+        module = self._module(index, self._moved(weights), dtype)
+        block = Block(index, module, job.block_family(index), job.namespace, {})
+        linears, formats = job.linears(index), job.formats(index)
+        for name, linear_format in formats.items():
+            block.schemes[name] = linear_format.scheme_object
+            if (order := parts.get(f"{name}.permutation")) is not None:
+                block.permutations[name] = order.long()
+        for names in _packed_at_once(formats, linears, self.device):
+            linear_format, (n, k) = formats[names[0]], linears[names[0]]
+            stored_parts = [
+                {part: parts[f"{name}.{part}"] for part in linear_format.tensors(n, k)}
+                for name in names
+            ]
+            found = linear_format.unpack_all(stored_parts, n, k)
+            block.install({n: Rounded(*one) for n, one in zip(names, found, strict=True)})
+        return block
 
     def close(self) -> None:
         """Stop reading ahead."""
