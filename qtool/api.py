@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from qtool.eval.checkpoints import EvaluateKeywords
+    from qtool.eval.engine import Engine
     from qtool.eval.results import Results
     from qtool.exchange.export import Exported
     from qtool.models import Family
@@ -375,10 +376,11 @@ def verify(
     from qtool.runtime.read_linear import packed_linears
 
     directory = _native(model)
-    require_engine(engine, tensor_parallel)
+    require_engine(_engine(engine), tensor_parallel)
     if engine is not None:
-        in_vllm = plugins.optional("qtool.serving.verify", "verify_in_vllm", "verify --engine vllm")
-        return list(in_vllm(directory, tensor_parallel=tensor_parallel))
+        from qtool.serving.verify import verify_in_vllm
+
+        return list(verify_in_vllm(directory, tensor_parallel=tensor_parallel))
     rows: list[Verified] = []
     total = len(packed_linears(Checkpoint(directory)))
     for row in verified(directory, device=device):
@@ -394,6 +396,7 @@ def evaluate(
     compare: Name | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    engine: str | None = None,
     **options: Unpack[EvaluateKeywords],
 ) -> tuple[Results, Results | None]:
     """Perplexity and zero-shot accuracy of ``model``, and of the baseline ``compare`` beside it.
@@ -406,11 +409,10 @@ def evaluate(
             ``tokenizer``, which is left in eval mode.
         compare: the baseline: a directory, a hub id or ``demo``.
         tokenizer: of a model in memory.
+        engine: ``vllm``: the models run in that engine, split over ``tensor_parallel`` GPUs.
         options: ``device``, ``dtype`` (a name), ``kv``, ``save`` (keep results in the model's
             eval.json), ``as_export``, ``data_dir``, ``seqlen`` (tokens), ``limit`` (windows or
             items a task), ``batch_size`` and ``deterministic``; of a model in memory the last five.
-            With ``engine`` (``vllm``) the models run in that engine, split over
-            ``tensor_parallel`` GPUs.
 
     Returns:
         The model's results and the baseline's (None without ``compare``).
@@ -429,14 +431,27 @@ def evaluate(
         from qtool.eval.checkpoints import EvaluateKeywords, evaluate_checkpoints
 
         require_known(options, EvaluateKeywords.__annotations__)
-        return evaluate_checkpoints(names, model, compare, **options)
+        return evaluate_checkpoints(names, model, compare, engine=_engine(engine), **options)
     from qtool.eval.evaluate import TaskKeywords
     from qtool.eval.evaluate import evaluate as evaluate_loaded
 
     require_known(options, TaskKeywords.__annotations__)
-    if tokenizer is None or compare is not None:
-        raise QtoolError("a model in memory is evaluated with its tokenizer, without a baseline")
+    if tokenizer is None or compare is not None or engine is not None:
+        raise QtoolError(
+            "a model in memory is evaluated with its tokenizer, without a baseline or an engine"
+        )
     return evaluate_loaded(names, model, tokenizer, **options), None
+
+
+def _engine(name: str | None) -> type[Engine] | None:
+    """The serving engine of this name; None for none."""
+    if name is None:
+        return None
+    if name != "vllm":
+        raise QtoolError(f"--engine {name!r}: vllm is expected")
+    from qtool.serving.evaluate import VllmModel
+
+    return VllmModel
 
 
 def _require_no_tokenizer(tokenizer: object) -> None:

@@ -129,9 +129,9 @@ def bench_quantize(as_json: bool, **options: Any) -> None:
 @JSON
 def bench_serve(model: str, against: str, batches: str, as_json: bool, **options: Any) -> None:
     """Time a quantized MODEL in vLLM beside its own formats."""
-    from qtool.bench import bench_serve as measure
+    from qtool.serving.bench import bench_model
 
-    rows, text = measure(
+    rows, text = bench_model(
         model, against=comma_separated([against]), batches=batches.split(","), **options
     )
     print_json(rows) if as_json else click.echo(text)

@@ -1,4 +1,4 @@
-"""Tables that other packages may add to, and parts of qtool that may be absent.
+"""Tables that other packages may add to.
 
 The tables are those of schemes, layouts, kernels, recipes, families, methods and export formats. A
 package adds to them by an entry point in its ``pyproject.toml``::
@@ -12,7 +12,6 @@ loaded once, the first time that anything is looked up by name, so that what lis
 """
 
 from collections.abc import Iterable, MutableMapping
-from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -110,15 +109,3 @@ def require_attributes(given: Any, name: str, attributes: Iterable[str]) -> None
     """
     if missing := [attribute for attribute in attributes if not hasattr(given, attribute)]:
         raise QtoolError(f"{name} has no {', '.join(missing)}")
-
-
-def optional(module: str, name: str, purpose: str) -> Any:
-    """``name`` of a module that an installation may lack.
-
-    Raises:
-        QtoolError: it lacks it, so ``purpose`` (a command) cannot be had.
-    """
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise QtoolError(f"{purpose} is not part of this installation: {error}") from error

@@ -1,6 +1,7 @@
-"""A room imports only from rooms below it, at the top of a file and inside a function alike."""
+"""A room imports only from rooms below it: at the top of a file, in a function, or by a string."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,10 +36,12 @@ FLOORS = [
     {"__init__", "__main__"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+#: a string that can be imported
+NAMED = re.compile(rf"qtool\.({'|'.join(HEIGHT)})(\.\w+)*")
 
 
 def imports(source: str) -> Iterator[tuple[int, str]]:
-    """``(line, room)`` of each import of a qtool module in ``source``."""
+    """``(line, room)`` of each qtool module that ``source`` imports, or names in a string."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -46,6 +49,8 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and NAMED.fullmatch(str(node.value)):
+            names = [node.value]
         for name in names:
             package, _, rest = name.partition(".")
             if package == "qtool" and rest:
@@ -81,3 +86,4 @@ def test_upward_imports_are_seen() -> None:
         "line 3: exchange imports eval",
     ]
     assert upward("report", source) == []
+    assert upward("eval", 'load("qtool.serving.bench")') == ["line 1: eval imports serving"]

@@ -1,4 +1,4 @@
-"""The benchmarks of ``qtool bench``: kernels on this GPU, a run of the quantizer, a server."""
+"""The benchmarks of ``qtool bench``: kernels on this GPU, a run of the quantizer."""
 
 import shutil
 from collections.abc import Sequence
@@ -98,40 +98,6 @@ def bench_kv(shapes: Sequence[str] | None = None) -> str:
     from qtool.bench.kv import SHAPES, kv_rows, kv_table
 
     return kv_table(kv_rows(shapes or SHAPES))
-
-
-def bench_serve(
-    model: str,
-    *,
-    against: Sequence[str],
-    batches: Sequence[str],
-    memory: float | None = None,
-    **options: Any,
-) -> tuple[list[dict[str, Any]], str]:
-    """Times of a native checkpoint in vLLM and of each of ``against``: as data, and as a table.
-
-    Raises:
-        QtoolError: serving is not installed, or what :func:`qtool.serving.bench.bench_serve`
-            raises.
-    """
-    from qtool import plugins
-    from qtool.io.source import resolve
-
-    serve, as_dicts, table = (
-        plugins.optional("qtool.serving.bench", name, "bench serve")
-        for name in ("bench_serve", "as_dicts", "table")
-    )
-    if not all(batch.isdigit() and int(batch) for batch in batches):
-        raise QtoolError(
-            f"bench serve: --batches {','.join(batches)!r}: positive numbers separated by commas"
-            " are expected"
-        )
-    if memory is not None:
-        require_positive("bench serve: --memory", memory)
-    options["memory"] = memory
-    sizes = [int(batch) for batch in batches]
-    rows = list(serve(resolve(model), against=list(against), batches=sizes, **options))
-    return as_dicts(rows), table(rows)
 
 
 def _require_gpu(what: str, capability: str) -> None:

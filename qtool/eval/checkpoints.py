@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, require_text, suggest
 from qtool.eval import saved
-from qtool.eval.engine import Model, load_in_engine, require_engine
+from qtool.eval.engine import Engine, Model, load_in_engine, require_engine
 from qtool.eval.evaluate import LoadedTask, TaskKeywords, load_tasks
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
@@ -31,7 +31,6 @@ class EvaluateKeywords(TaskKeywords, total=False):
     kv: str | None
     as_export: str | None
     dtype: str | None
-    engine: str | None
     tensor_parallel: int
 
 
@@ -47,7 +46,7 @@ class _Settings:
     tasks: list[str]
     device: str
     dtype: str | None
-    engine: str | None
+    engine: type[Engine] | None
     tensor_parallel: int
     store: Path | None
     options: Mapping[str, Any]
@@ -84,7 +83,9 @@ class _Settings:
         """The model of ``directory``; one of an engine is closed with ``opened``."""
         if self.engine is not None:
             facts = [task.facts for task in tasks]
-            return load_in_engine(opened, directory, facts, self.dtype, self.tensor_parallel)
+            return load_in_engine(
+                self.engine, opened, directory, facts, self.dtype, self.tensor_parallel
+            )
         dtype = DTYPES[self.dtype] if self.dtype else None
         if as_export is not None:
             return load_as_export(directory, as_export, device=self.device, dtype=dtype)
@@ -102,7 +103,7 @@ def evaluate_checkpoints(
     kv: str | None = None,
     as_export: str | None = None,
     dtype: str | None = None,
-    engine: str | None = None,
+    engine: type[Engine] | None = None,
     tensor_parallel: int = 1,
     **options: Unpack[TaskKeywords],
 ) -> tuple[Results, Results | None]:
@@ -115,13 +116,14 @@ def evaluate_checkpoints(
         as_export: evaluate the model as transformers runs its export in this format
             (:mod:`qtool.exchange.as_export`).
         dtype: name of the dtype of what is not quantized, of both; by default the checkpoints' own.
-        engine: ``vllm``: let that engine load the models and score their tokens.
+        engine: what loads the models and scores their tokens, in place of this process.
         tensor_parallel: GPUs that the engine splits a model over.
         options: of :func:`qtool.eval.evaluate.load_tasks`.
 
     Raises:
-        QtoolError: an unknown KV quantizer, dtype, format or engine, or one that the model cannot
-            have; a format with ``kv`` or ``save``; an engine with what it does not do.
+        QtoolError: an unknown KV quantizer, dtype or format, or one that the model cannot have; a
+            format with ``kv`` or ``save``; an engine that is not installed, or with what it does
+            not do.
     """
     deterministic = options.get("deterministic", False)
     require_engine(engine, tensor_parallel, kv=kv, as_export=as_export, deterministic=deterministic)

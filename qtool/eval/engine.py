@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qtool import plugins
 from qtool.errors import QtoolError
 
 
@@ -32,6 +31,27 @@ class Engine(ABC):
     vocabulary: int
     context_length: int | None
     batch_size: int
+
+    @abstractmethod
+    def __init__(
+        self, directory: Path, *, tokens: int | None, dtype: str | None, tensor_parallel: int
+    ) -> None:
+        """Load the model of ``directory``.
+
+        Args:
+            tokens: of the longest window; None for requests of any length.
+            dtype: its name; by default the checkpoint's own.
+            tensor_parallel: GPUs that the model is split over.
+        """
+
+    @classmethod
+    @abstractmethod
+    def version(cls) -> str:
+        """The engine and its version.
+
+        Raises:
+            QtoolError: it is not installed.
+        """
 
     @abstractmethod
     def nll(self, windows: Tensor) -> list[float]:
@@ -55,41 +75,32 @@ def engine_name(model: Model) -> str:
     return model.name if isinstance(model, Engine) else ""
 
 
-def require_engine(engine: str | None, tensor_parallel: int, **others: str | bool | None) -> None:
-    """Refuse an unknown engine, one that is not installed, and ``others`` that go without it."""
+def require_engine(
+    engine: type[Engine] | None, tensor_parallel: int, **others: str | bool | None
+) -> None:
+    """Refuse an engine that is not installed, and ``others`` that go without it."""
     if engine is None:
         if tensor_parallel != 1:
             raise QtoolError(f"--tensor-parallel {tensor_parallel} is for --engine vllm")
         return
-    if engine != "vllm":
-        raise QtoolError(f"--engine {engine!r}: vllm is expected")
     for option, value in others.items():
         if value:
             raise QtoolError(
                 f"--engine vllm goes without --{option.replace('_', '-')}: the engine computes as "
                 "it serves"
             )
-    engine_version()
-
-
-def engine_version() -> str:
-    """vLLM and its version.
-
-    Raises:
-        QtoolError: it is not installed.
-    """
-    found: str = _of_vllm("engine_version")()
-    return found
+    engine.version()
 
 
 def load_in_engine(
+    engine: type[Engine],
     opened: ExitStack,
     directory: Path,
     facts: Sequence[dict[str, Any]],
     dtype: str | None,
     tensor_parallel: int,
 ) -> Engine:
-    """The model of ``directory`` in vLLM, closed with ``opened``.
+    """The model of ``directory`` in ``engine``, closed with ``opened``.
 
     Args:
         facts: of the tasks that it will be asked; one without ``seqlen`` has requests of any
@@ -97,11 +108,5 @@ def load_in_engine(
     """
     lengths = [fact["seqlen"] for fact in facts if "seqlen" in fact]
     tokens = max(lengths) if len(lengths) == len(facts) else None
-    made: Engine = _of_vllm("VllmModel")(
-        directory, tokens=tokens, dtype=dtype, tensor_parallel=tensor_parallel
-    )
+    made = engine(directory, tokens=tokens, dtype=dtype, tensor_parallel=tensor_parallel)
     return opened.enter_context(closing(made))
-
-
-def _of_vllm(name: str) -> Any:
-    return plugins.optional("qtool.serving.evaluate", name, "eval --engine vllm")

@@ -21,7 +21,7 @@ import qtool
 from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.eval.compare import table
-from qtool.eval.engine import Model, engine_version
+from qtool.eval.engine import Engine, Model
 from qtool.eval.evaluate import LoadedTask
 from qtool.eval.results import Results, TaskResult, from_json, json_safe
 from qtool.io.integrity import recorded_hashes
@@ -59,7 +59,10 @@ def identity(directory: Path) -> str:
 
 
 def environment(
-    device: str, kv: str | None = None, dtype: str | None = None, engine: str | None = None
+    device: str,
+    kv: str | None = None,
+    dtype: str | None = None,
+    engine: type[Engine] | None = None,
 ) -> dict[str, str]:
     """Facts that change a result: kind of device, versions, a given KV quantizer, dtype, engine.
 
@@ -70,7 +73,8 @@ def environment(
     kind = "cuda" if engine else device.partition(":")[0]
     versions = {name: version(name) for name in ("torch", "transformers")}
     others = ", ".join(f"{name} {found}" for name, found in sorted(plugins.versions().items()))
-    given = {"kv": kv, "dtype": dtype, "engine": engine and engine_version(), "plugins": others}
+    of_engine = engine.version() if engine else None
+    given = {"kv": kv, "dtype": dtype, "engine": of_engine, "plugins": others}
     return (
         {"device": kind, "qtool": qtool.__version__}
         | versions

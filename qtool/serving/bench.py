@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError, require_positive, suggest
+from qtool.io.source import resolve
 from qtool.serving.vllm.engine import answers, engine, greedy, require_vllm
 from qtool.table import render
 
@@ -130,6 +131,36 @@ def bench_serve(
                 log.warning("%s", error)
                 continue
             yield from (Served(name, **row) for row in rows)
+
+
+def bench_model(
+    model: str,
+    *,
+    against: Sequence[str],
+    batches: Sequence[str],
+    memory: float | None = None,
+    **options: Any,
+) -> tuple[list[dict[str, Any]], str]:
+    """:func:`bench_serve` of a native checkpoint by its name: as data, and as a table.
+
+    Args:
+        batches: as texts. memory: in GB.
+
+    Raises:
+        QtoolError: as :func:`bench_serve`, or a batch or a memory that is no positive number.
+    """
+    if not all(batch.isdigit() and int(batch) for batch in batches):
+        raise QtoolError(
+            f"bench serve: --batches {','.join(batches)!r}: positive numbers separated by commas"
+            " are expected"
+        )
+    if memory is not None:
+        require_positive("bench serve: --memory", memory)
+    sizes = [int(batch) for batch in batches]
+    rows = list(
+        bench_serve(resolve(model), against=against, batches=sizes, memory=memory, **options)
+    )
+    return as_dicts(rows), table(rows)
 
 
 def table(rows: Sequence[Served]) -> str:

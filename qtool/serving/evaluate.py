@@ -34,18 +34,6 @@ STEP_TOKENS = 2048
 CACHED_WINDOWS = 8
 
 
-def engine_version() -> str:
-    """vLLM and its version.
-
-    Raises:
-        QtoolError: it is not installed.
-    """
-    try:
-        return f"vllm {version('vllm')}"
-    except PackageNotFoundError:
-        raise QtoolError("vLLM is needed: pip install 'qtool[vllm]'") from None
-
-
 def cache_bytes(config: Any, tokens: int) -> int:
     """A size of the KV cache for :data:`CACHED_WINDOWS` of ``tokens``, a GiB at least."""
     heads = Heads.of(config)
@@ -70,7 +58,7 @@ class VllmModel(Engine):
     def __init__(
         self, directory: Path, *, tokens: int | None, dtype: str | None, tensor_parallel: int
     ) -> None:
-        self.name, self.directory = engine_version(), directory
+        self.name, self.directory = self.version(), directory
         text = AutoConfig.from_pretrained(directory).get_text_config()
         self.vocabulary = text.vocab_size
         self.context_length = context_length(text)
@@ -90,6 +78,13 @@ class VllmModel(Engine):
             **EVALUATED,
             **room,
         )
+
+    @classmethod
+    def version(cls) -> str:
+        try:
+            return f"vllm {version('vllm')}"
+        except PackageNotFoundError:
+            raise QtoolError("vLLM is needed: pip install 'qtool[vllm]'") from None
 
     def nll(self, windows: Tensor) -> list[float]:
         found = answers(self.llm, windows.tolist(), greedy(1, prompt_scores=True))
