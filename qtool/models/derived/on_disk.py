@@ -6,7 +6,6 @@ is refused.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -91,33 +90,50 @@ def disk_names(
     _require_loaded(model, found)
     made = [name for name in state if name not in found]
     for name, module in model.named_modules():
-        own = {n for n in made if n.rpartition(".")[0] == name and state[n].dim() == 3}
-        if len({len(state[n]) for n in own}) > 1:
-            counts = " and ".join(f"{len(state[n])} in {n.rpartition('.')[2]}" for n in sorted(own))
-            raise QtoolError(
-                f"{name} has {counts}: transformers loads no such stack of experts that are "
-                "stored one by one"
-            )
-        stacked = is_experts(module) and name.startswith(f"{blocks}.")
-        if stacked and any(n.startswith(f"{name}.") for n in made):
-            stacks = {n: state[n] for n in made if n.startswith(f"{name}.")}
-            with suppress(ValueError):  # it makes them of more than this stack
-                for disk in revert_weight_conversion(model, stacks):
-                    if first := FIRST.fullmatch(disk):
-                        found[name] = first[1]
-            if name in found:
+        own = [n for n in made if n.rpartition(".")[0] == name and state[n].dim() == STACK]
+        _require_one_count(name, {n.rpartition(".")[2]: len(state[n]) for n in sorted(own)})
+        if not is_experts(module) or not name.startswith(f"{blocks}."):
+            continue
+        if stacks := {n: state[n] for n in made if n.startswith(f"{name}.")}:
+            if disk := _name_of_experts(model, stacks):
+                found[name] = disk
                 made = [n for n in made if n not in stacks]
             elif Form.of(module).transposed:
                 raise QtoolError(f"{name}: transformers computes its stacks when it loads them")
     rows = _rows(model, state, made)
     for name in {own.rpartition(".")[0] for own in rows if own.startswith(f"{blocks}.")}:
         # the first of more experts than this stack's: its names need no rows
-        own = {n: rows[n][0].name for n in rows if n.rpartition(".")[0] == name}
-        firsts = {first[1] for disk in own.values() if (first := FIRST.fullmatch(disk))}
+        stacks = {n: rows[n][0].name for n in rows if n.rpartition(".")[0] == name}
+        firsts = {first[1] for disk in stacks.values() if (first := FIRST.fullmatch(disk))}
         if is_experts(model.get_submodule(name)) and len(firsts) == 1:
             found[name] = firsts.pop()
-            rows = {n: parts for n, parts in rows.items() if n not in own}
+            rows = {n: parts for n, parts in rows.items() if n not in stacks}
     return {own: disk for own, disk in found.items() if own != disk}, rows
+
+
+def _require_one_count(module: str, counts: Mapping[str, int]) -> None:
+    """Refuse stacks of ``module`` that do not hold equally many experts, ``counts`` by name."""
+    if len(set(counts.values())) > 1:
+        listed = " and ".join(f"{count} in {name}" for name, count in counts.items())
+        raise QtoolError(
+            f"{module} has {listed}: transformers loads no such stack of experts that are "
+            "stored one by one"
+        )
+
+
+def _name_of_experts(model: Any, stacks: Mapping[str, Tensor]) -> str:
+    """The name on disk of the module whose experts lie one by one there and in ``stacks`` here.
+
+    Empty where they do not, or where transformers makes them of more than these stacks.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        disks = revert_weight_conversion(model, dict(stacks))
+    except ValueError:
+        return ""
+    firsts = [first[1] for disk in disks if (first := FIRST.fullmatch(disk))]
+    return firsts[-1] if firsts else ""
 
 
 def loading(model: Any) -> Callable[[str], tuple[str, str | None]]:
