@@ -21,8 +21,9 @@ from transformers import PreTrainedModel
 
 from qtool.errors import QtoolError, require_path
 from qtool.exchange import export_formats
-from qtool.exchange.export import experts_not_loaded, keeps_kv_scales
+from qtool.exchange.export import keeps_kv_scales
 from qtool.exchange.export_format import TOKEN_INT8, ExportFormat
+from qtool.exchange.export_notes import experts_not_loaded
 from qtool.exchange.exportable import exported_formats
 from qtool.exchange.formats.affine import asymmetric_4
 from qtool.exchange.formats.compressed_tensors import E4M3_MAX, CompressedTensors

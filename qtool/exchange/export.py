@@ -8,12 +8,10 @@ recorded, 0 where they are equal. A killed export continues where it was when it
 to GGUF, which is one file, begins anew.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +20,16 @@ import qtool
 from qtool.errors import CheckFailed, QtoolError, checking, require_count
 from qtool.exchange import export_formats
 from qtool.exchange.convert import Conversion, Json, Metadata, Tensors, convert
-from qtool.exchange.export_format import ExportFormat, native_activations
-from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear, exported_formats
-from qtool.exchange.gguf.tokenizer import caution as tokenizer_caution
+from qtool.exchange.export_format import ExportFormat
+from qtool.exchange.export_notes import export_notes
+from qtool.exchange.exportable import ByLinear, exported_formats
 from qtool.exchange.gguf.write import FILE, write_gguf
 from qtool.format import LinearFormat, native_format
 from qtool.io.integrity import read_record
 from qtool.io.model_card import results_in
 from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
-from qtool.models.architecture import dtype_name, named_dtype
+from qtool.models.architecture import dtype_name
 from qtool.models.torch_defaults import torch_defaults
 from qtool.progress import Progress
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name, missing_scales
@@ -121,7 +119,7 @@ class _Export(Conversion):
             raise CheckFailed(f"{scale}: a scale of the KV cache is missing")
         self.kv = native.kv if keeps_kv_scales(target, native.kv, self.family) else None
         self.pieces = _pieces(self.family)
-        self.notes = _notes(self, native.kv)
+        self.notes = export_notes(target, source, self.all_formats, native.kv, self.kv is not None)
         self.identity = {
             "source model": source.fingerprint(),
             "format": target.name,
@@ -216,7 +214,7 @@ class _Export(Conversion):
             scales = [self.source.read(n) for n in names]
         assert self.family.attention is not None
         key = self.family.attention.k.rpartition(".")[2]
-        disk = _published(self.family, f"{attention}.{key}")[0].rpartition(".")[0]
+        disk = self.family.published_names(f"{attention}.{key}")[0].rpartition(".")[0]
         for part, tensor in self.target.kv_tensors(*scales).items():
             yield f"{disk}.{part}", tensor
 
@@ -224,7 +222,7 @@ class _Export(Conversion):
         named = {
             published: found
             for name, found in self.all_formats.items()
-            for published in _published(self.family, name)
+            for published in self.family.published_names(name)
         }
         if self.target.read_by_transformers:
             head = {self.family.head} - {"lm_head"}  # which every format names
@@ -284,13 +282,6 @@ def _pieces(family: Family) -> dict[str, list[_Piece]]:
     return found
 
 
-def _published(family: Family, linear: str) -> list[str]:
-    """What a linear is called in published checkpoints, or those that it is made of."""
-    parts = family.rows_on_disk.get(f"{linear}.weight")
-    names = [part.name.removesuffix(".weight") for part in parts or ()]
-    return list(dict.fromkeys(names)) or [family.disk_name(linear)]
-
-
 def keeps_kv_scales(target: ExportFormat, kv: str | None, family: Family) -> bool:
     """Whether the calibrated scales of the cache ``kv`` go into the file.
 
@@ -309,88 +300,3 @@ def _results(native: Path) -> str:
     """What the model card in ``native`` shows of evaluations."""
     card = native / CARD
     return results_in(card.read_text(encoding="utf-8")) if card.is_file() else ""
-
-
-def _notes(work: _Export, kv: str | None) -> list[str]:
-    """How the loader's arithmetic will differ from ours beyond the weights."""
-    target, formats, config = work.target, work.formats, work.source.config
-    notes = []
-    if work.family.derived:
-        notes.append(f"no serving engine was tried with an export of a {work.family.name} model")
-    for scheme, ours in dict.fromkeys((f.scheme, native_activations(f)) for f in formats.values()):
-        if ours != (theirs := target.activations(scheme)):
-            notes.append(f"activations of {scheme}: {ours} here, {theirs} there")
-    if kv is not None:
-        notes.append(
-            "KV cache: the calibrated kv8 maxima became one scale for all keys and one for all "
-            "values of a block"
-            if work.kv
-            else f"KV cache: {kv} left out, the format has no place for it; set the cache's "
-            "precision when serving"
-        )
-    if target.one_file and work.family.outside:
-        notes.append(
-            "towers and projectors left out: llama.cpp takes them from a file of their own"
-        )
-    if target.one_file and (otherwise := tokenizer_caution(work.source.directory)):
-        notes.append(otherwise)
-    notes += _dtype_notes(target, formats, named_dtype(config))
-    if target.read_by_transformers and (own := _converted(work)):
-        notes.append(
-            f"transformers does not load this export: it makes {own} of other tensors, and drops "
-            f"those that are in 16 bits when it loads {target.name}"
-        )
-    return notes + experts_not_loaded(target, config, formats)
-
-
-def experts_not_loaded(
-    target: ExportFormat, config: Mapping[str, Any], formats: Mapping[str, LinearFormat | None]
-) -> list[str]:
-    """Why transformers does not load the experts of an export, a sentence each; none if it does."""
-    experts = family_of(config).experts
-    if experts and experts.stacked:
-        first = SPLIT_EXPERTS[config["model_type"]]
-        return [
-            "experts: published as one stack, here one by one: vLLM loads them from version "
-            f"{first} on, transformers does not"
-        ]
-    routed = dict.fromkeys(f for name, f in formats.items() if re.search(r"\.experts\.\d+\.", name))
-    return [caution for found in routed if found and (caution := target.cautions_experts(found))]
-
-
-def _converted(work: _Export) -> str:
-    """A tensor that transformers makes of 16-bit weights of the export by a conversion; or none."""
-    family = work.family
-    plain = [part.name for parts in family.rows_on_disk.values() for part in parts]
-    plain += [
-        f"{published}.weight"
-        for name, found in work.all_formats.items()
-        if found is None
-        for published in _published(family, name)
-    ]
-    if not plain or not family.derived:
-        return ""
-    from qtool.models.derived import built  # imports transformers
-    from qtool.models.derived.on_disk import loading
-
-    loaded = loading(built(work.source.config))
-    # to such a pattern it adds the names of packed weights
-    taken = (own for own, pattern in map(loaded, plain) if (pattern or "").endswith(".weight"))
-    return next(taken, "")
-
-
-def _dtype_notes(
-    target: ExportFormat, formats: Mapping[str, LinearFormat], dtype: str
-) -> list[str]:
-    """Notes on tensors that are rounded besides weights, for a model of ``dtype``."""
-    if target.dtype is not None:
-        theirs = dtype_name(target.dtype)
-        note = f"embedding, norms, biases and head: {dtype} here, {theirs} there"
-        return [] if dtype == theirs else [f"{note}, as the kernels want"]
-    # an import keeps the dtype of the scales that it finds
-    other = {f.scale_dtype for f in formats.values()} - {dtype, "float32"}
-    if dtype in ("float16", "bfloat16") and other:
-        return [
-            f"scales: {', '.join(other)} in the file, which loaders round to the model's {dtype}"
-        ]
-    return []

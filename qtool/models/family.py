@@ -263,6 +263,12 @@ class Family:
                     return ".".join([disk, *parts[count:]])
         return name
 
+    def published_names(self, linear: str) -> list[str]:
+        """The name that checkpoints have for ``linear``, or those of all that they make it of."""
+        parts = self.rows_on_disk.get(f"{linear}.weight", ())
+        names = dict.fromkeys(part.name.removesuffix(".weight") for part in parts)
+        return list(names) or [self.disk_name(linear)]
+
     def linears(self) -> Iterator[str]:
         """Names within a block of the linears that may be quantized."""
         for group in self.groups:

@@ -1,0 +1,104 @@
+"""What a loader's arithmetic changes in an export beyond the weights, a sentence each."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from qtool.exchange.convert import Json
+from qtool.exchange.export_format import ExportFormat, native_activations
+from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear
+from qtool.exchange.gguf.tokenizer import caution as tokenizer_caution
+from qtool.format import LinearFormat
+from qtool.io.source import Checkpoint
+from qtool.models import Family, family_of
+from qtool.models.architecture import dtype_name, named_dtype
+
+
+def export_notes(
+    target: ExportFormat, source: Checkpoint, formats: ByLinear, kv: str | None, keeps_kv: bool
+) -> list[str]:
+    """What else differs in the export of ``source`` to ``target``, a sentence each.
+
+    Args:
+        formats: of all linears of the blocks; None stays in 16 bits.
+        kv: the quantizer of the cache. keeps_kv: its scales go into the file.
+    """
+    config, family = source.config, family_of(source.config)
+    quantized = dict.fromkeys(found for found in formats.values() if found)
+    notes = []
+    if family.derived:
+        notes.append(f"no serving engine was tried with an export of a {family.name} model")
+    for scheme, ours in dict.fromkeys((f.scheme, native_activations(f)) for f in quantized):
+        if ours != (theirs := target.activations(scheme)):
+            notes.append(f"activations of {scheme}: {ours} here, {theirs} there")
+    if kv is not None:
+        notes.append(
+            "KV cache: the calibrated kv8 maxima became one scale for all keys and one for all "
+            "values of a block"
+            if keeps_kv
+            else f"KV cache: {kv} left out, the format has no place for it; set the cache's "
+            "precision when serving"
+        )
+    if target.one_file and family.outside:
+        notes.append(
+            "towers and projectors left out: llama.cpp takes them from a file of their own"
+        )
+    if target.one_file and (otherwise := tokenizer_caution(source.directory)):
+        notes.append(otherwise)
+    notes += _dtype_notes(target, quantized, named_dtype(config))
+    if target.read_by_transformers and (own := _converted(family, config, formats)):
+        notes.append(
+            f"transformers does not load this export: it makes {own} of other tensors, and drops "
+            f"those that are in 16 bits when it loads {target.name}"
+        )
+    return notes + experts_not_loaded(target, config, formats)
+
+
+def experts_not_loaded(
+    target: ExportFormat, config: Mapping[str, Any], formats: Mapping[str, LinearFormat | None]
+) -> list[str]:
+    """Why transformers does not load the experts of an export, a sentence each; none if it does."""
+    experts = family_of(config).experts
+    if experts and experts.stacked:
+        first = SPLIT_EXPERTS[config["model_type"]]
+        return [
+            "experts: published as one stack, here one by one: vLLM loads them from version "
+            f"{first} on, transformers does not"
+        ]
+    routed = dict.fromkeys(f for name, f in formats.items() if re.search(r"\.experts\.\d+\.", name))
+    return [caution for found in routed if found and (caution := target.cautions_experts(found))]
+
+
+def _converted(family: Family, config: Json, formats: ByLinear) -> str:
+    """A tensor that transformers makes of 16-bit weights of the export by a conversion; or none."""
+    plain = [part.name for parts in family.rows_on_disk.values() for part in parts]
+    plain += [
+        f"{published}.weight"
+        for name, found in formats.items()
+        if found is None
+        for published in family.published_names(name)
+    ]
+    if not plain or not family.derived:
+        return ""
+    from qtool.models.derived import built  # imports transformers
+    from qtool.models.derived.on_disk import loading
+
+    loaded = loading(built(config))
+    # to such a pattern it adds the names of packed weights
+    taken = (own for own, pattern in map(loaded, plain) if (pattern or "").endswith(".weight"))
+    return next(taken, "")
+
+
+def _dtype_notes(target: ExportFormat, formats: Iterable[LinearFormat], dtype: str) -> list[str]:
+    """Notes on tensors that are rounded besides weights, for a model of ``dtype``."""
+    if target.dtype is not None:
+        theirs = dtype_name(target.dtype)
+        note = f"embedding, norms, biases and head: {dtype} here, {theirs} there"
+        return [] if dtype == theirs else [f"{note}, as the kernels want"]
+    # an import keeps the dtype of the scales that it finds
+    other = {f.scale_dtype for f in formats} - {dtype, "float32"}
+    if dtype in ("float16", "bfloat16") and other:
+        return [
+            f"scales: {', '.join(other)} in the file, which loaders round to the model's {dtype}"
+        ]
+    return []
