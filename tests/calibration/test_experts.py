@@ -13,6 +13,7 @@ from torch import nn
 import qtool
 from qtool.calibration.expert_tokens import NOTE, add_tokens
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
+from qtool.calibration.rounding.gptq import memory
 from qtool.calibration.rounding.gptq import rounding as gptq_rounding
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rtn import round_to_nearest
@@ -88,7 +89,7 @@ def test_experts_whose_hessians_are_held_in_turn_get_the_same_codes(at_once, blo
             made.append(weakref.ref(self))
             most.append(sum(hessian() is not None for hessian in made))
 
-    monkeypatch.setattr(gptq_rounding, "HESSIANS", at_once * 4 * 96 * 96)
+    monkeypatch.setattr(memory, "MOST_HESSIAN_BYTES", at_once * 4 * 96 * 96)
     monkeypatch.setattr(gptq_rounding, "Hessian", Counted)
     found = Gptq().round(other, its_batches)
     assert max(most) == at_once  # of 4
@@ -100,9 +101,9 @@ def test_experts_whose_hessians_are_held_in_turn_get_the_same_codes(at_once, blo
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_together_get_the_codes_of_each_alone(name, blocks, monkeypatch):
     found, sizes = [], []
-    for limit in (gptq_rounding.PROBLEMS, 3 * gptq_rounding.problem_bytes(128, 128), 1):
+    for limit in (memory.MOST_PROBLEM_BYTES, 3 * memory.problem_bytes(128, 128), 1):
         block, batches = blocks(make_model(CONFIGS[name]))[0]
-        monkeypatch.setattr(gptq_rounding, "PROBLEMS", limit)
+        monkeypatch.setattr(memory, "MOST_PROBLEM_BYTES", limit)
         solve, most = gptq_rounding.solve, [0]
 
         def counted(problems, options, solve=solve, most=most):

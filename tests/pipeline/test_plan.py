@@ -25,8 +25,9 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.method import LEARNING_SEQUENCES
-from qtool.calibration.rounding.gptq import rounding
-from qtool.calibration.rounding.gptq.rounding import HESSIANS, Gptq, held_at_once
+from qtool.calibration.rounding.gptq import memory
+from qtool.calibration.rounding.gptq.memory import MOST_HESSIAN_BYTES, hessians_at_once
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.stacking import by_role
 from qtool.calibration.transforms import clip, smooth
 from qtool.calibration.transforms.rotate import Rotate
@@ -166,7 +167,7 @@ def test_the_inputs_of_all_experts_cost_one_forward(
     assert plain + routers == sum(runs)
     # the float block's run to the block's output gives all of its inputs where they are kept
     assert Gptq().work(shape).forward_flops == Gptq(residual=0).work(shape).forward_flops
-    monkeypatch.setattr(rounding, "FLOATS", 0)
+    monkeypatch.setattr(memory, "MOST_INPUT_BYTES", 0)
     beside = Gptq().work(shape).forward_flops - 7 * shape.attention_flops()
     alone = [n for n, names in zip(runs, firsts, strict=True) if len(names) == 1]
     assert beside - plain == sum(alone[:-1])  # the last goes on to the block's output
@@ -271,8 +272,8 @@ def test_deepseek_v3_fits_one_h200_by_every_recipe() -> None:
         job = Job.of(LARGE["deepseek-v3"], recipes.load("w4a8-lqq", name))
         held = working_bytes(job, 0, 2048, cuda)
         assert copies * experts < held < 140e9
-    all_at_once = held - HESSIANS + 256 * 4 * 7168**2
-    assert all_at_once > 140e9 and held_at_once(7168) < 256 == min(256, held_at_once(2048))
+    all_at_once = held - MOST_HESSIAN_BYTES + 256 * 4 * 7168**2
+    assert all_at_once > 140e9 and hessians_at_once(7168) < 256 == min(256, hessians_at_once(2048))
 
 
 def test_experts_cost_what_their_tokens_cost() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import Reference, inputs_of, run
-from qtool.calibration.rounding.gptq import clip_search, factor, gptq, rounding
+from qtool.calibration.rounding.gptq import clip_search, factor, gptq, memory
 from qtool.calibration.rounding.gptq.clip_search import fit_groups
 from qtool.calibration.rounding.gptq.factor import Factor
 from qtool.calibration.rounding.gptq.gptq import Problem, prepare
@@ -224,7 +224,7 @@ def test_what_the_stream_lacks_is_seen_where_it_is_added_to(llama, blocks) -> No
     assert moments(own, name, stream=0)[0].s is None
 
 
-@pytest.mark.parametrize("kept", [0, rounding.FLOATS], ids=["looked at again", "kept"])
+@pytest.mark.parametrize("kept", [0, memory.MOST_INPUT_BYTES], ids=["looked at again", "kept"])
 def test_the_float_path_moves_on_in_its_last_look(llama, blocks, kept, monkeypatch) -> None:
     """What the last linear is compared with comes of the run that makes the next block's inputs.
 
@@ -234,7 +234,7 @@ def test_the_float_path_moves_on_in_its_last_look(llama, blocks, kept, monkeypat
     def rounded(
         settle: Callable[[], None] | None, kept: int = kept
     ) -> tuple[dict[str, Rounded], Reference]:
-        monkeypatch.setattr(rounding, "FLOATS", kept)
+        monkeypatch.setattr(memory, "MOST_INPUT_BYTES", kept)
         block, batches = blocks(copy.deepcopy(llama))[0]
         floats = {id(batch): copy.deepcopy(batch) for batch in batches}
         for batch in floats.values():

@@ -9,7 +9,7 @@ share of the rows of each: rows do not depend on each other.
 Legend: N output channels, K input channels.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -24,6 +24,12 @@ from qtool.calibration.method import Rounding
 from qtool.calibration.precision import ROWS
 from qtool.calibration.rounding.gptq.gptq import PANEL, GptqOptions, Problem, Solution, solve
 from qtool.calibration.rounding.gptq.hessian import Hessian, panels, relative_error
+from qtool.calibration.rounding.gptq.memory import (
+    hessians_in_turn,
+    kept_input_bytes,
+    others_bytes,
+    problems_at_once,
+)
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.stacking import by_role, clips_of
@@ -33,13 +39,6 @@ from qtool.errors import QtoolError
 from qtool.models.family import Family
 from qtool.models.grouped import segments
 from qtool.models.parts import LinearGroup
-
-#: bytes of problems that are solved together: as many as that holds, one in any case
-PROBLEMS = 2 << 30
-#: bytes of experts' Hessians that are held at once, likewise
-HESSIANS = 16 << 30
-#: bytes of the float block's inputs that are kept, so that one forward is enough for all of them
-FLOATS = 256 << 20
 
 
 @dataclass
@@ -89,7 +88,7 @@ class Gptq(GptqOptions, Rounding):
         if reference:
             firsts = (group.linears[0] for group in block.family.groups if not group.routed)
             shapes = {name: tuple(block.weight(name).shape) for name in firsts}
-            if kept_floats(block.family, shapes, tokens):
+            if kept_input_bytes(block.family, shapes, tokens):
                 reference.look_once(compared(block))
         turns = list(ranks.lockstep(batches, len(batch_shapes(batches))))
         for groups in hessians_in_turn(
@@ -224,7 +223,7 @@ class Gptq(GptqOptions, Rounding):
         all experts from one, to which shared experts come before.
         """
         work, before, last = Work(), 0.0, 0.0
-        kept = kept_floats(block.family, block.linears, block.tokens)
+        kept = kept_input_bytes(block.family, block.linears, block.tokens)
         routed_flops = sum(
             block.linear_flops(group.linears) for group in block.family.groups if group.routed
         )
@@ -282,7 +281,7 @@ class Gptq(GptqOptions, Rounding):
                 solving += 4 * n * k * writes
                 worst = max(worst, 4 * left + (total - left) + solving)
             left -= sum(n * k for n, k in problems)
-        floats = kept_floats(block.family, block.linears, block.tokens)
+        floats = kept_input_bytes(block.family, block.linears, block.tokens)
         return worst + (2 * total + floats if self.residual else 0)
 
 
@@ -292,18 +291,6 @@ def compared(block: Block) -> list[str]:
     linears = [names[0] for linears in dense for names in by_format(block, linears)]
     norms = (norm for name in linears for norm in norms_of_writers(block.family, name))
     return [*dict.fromkeys(norms), *linears]
-
-
-def kept_floats(family: Family, shapes: Mapping[str, tuple[int, ...]], tokens: int) -> int:
-    """Bytes of the float block's inputs that are kept; 0 where they are more than is meant to be.
-
-    Inputs ``[tokens, K]`` of linears of ``shapes (N, K)``, and before each that writes to it the
-    residual stream ``[tokens, N]``.
-    """
-    dense = [group for group in family.groups if not group.routed]
-    widths = (shapes[g.linears[0]][1] + g.writes_residual * shapes[g.linears[0]][0] for g in dense)
-    nbytes = 4 * tokens * sum(widths)
-    return nbytes if nbytes <= FLOATS else 0
 
 
 def norms_of_writers(family: Family, name: str) -> list[str]:
@@ -369,43 +356,3 @@ def problems_in_turn(block: Block, stacks: Sequence[Stack]) -> Iterator[list[int
         rows = sum(len(block.weight(name)) for name in first.names)
         size = problems_at_once(rows, len(first.hessian.h))
         yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
-
-
-def hessians_in_turn(
-    groups: Sequence[LinearGroup], width: Callable[[LinearGroup], int]
-) -> Iterator[list[LinearGroup]]:
-    """The groups whose Hessians are held at once: :func:`by_role`, up to :data:`HESSIANS` bytes.
-
-    ``width``: the input channels of a group.
-    """
-    for alike in by_role(groups):
-        size = held_at_once(width(alike[0])) if alike[0].routed else len(alike)
-        yield from (alike[start : start + size] for start in range(0, len(alike), size))
-
-
-def held_at_once(k: int) -> int:
-    """The number of experts of K input channels whose Hessians are held at once."""
-    return max(1, HESSIANS // (4 * k * k))
-
-
-def problem_bytes(n: int, k: int) -> int:
-    """Bytes of a problem ``[n, k]`` beside its weight and Hessian.
-
-    The damped Hessian and the feedback; target, errors, codes and what a sweep holds.
-    """
-    return 2 * 4 * k * k + 18 * n * k
-
-
-def problems_at_once(n: int, k: int) -> int:
-    """The number of problems ``[n, k]`` that are solved at once."""
-    return max(1, PROBLEMS // problem_bytes(n, k))
-
-
-def others_bytes(count: int, n: int, k: int) -> int:
-    """Bytes that ``count`` problems hold beyond one that is solved.
-
-    Codes of all, Hessians of those that are held at once, and what is solved together with the one.
-    """
-    held = min(count, held_at_once(k))
-    solved = (min(held, problems_at_once(n, k)) - 1) * problem_bytes(n, k)
-    return (count - 1) * n * k + (held - 1) * 4 * k * k + solved
