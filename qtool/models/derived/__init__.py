@@ -1,12 +1,13 @@
 """A family derived from config.json alone, by one forward of transformers' own model.
 
 No weight is read. :mod:`.build` makes the model without memory, :mod:`.forward` runs it once on
-random activations (:mod:`.numbers`) and :mod:`.recorder` follows the channels. A
-:class:`.recorded_model.RecordedModel` and its :class:`.recorded_block.RecordedBlock` are what was
-seen. :mod:`.linears`, :mod:`.folds`, :mod:`.attention` and :mod:`.stream` prove from it what
-:mod:`.block_family` states; :mod:`.whole` puts the blocks together. What is not proved is left out:
-:class:`~qtool.models.family.Family` says by ``unquantized`` why a linear stays in 16 bits, by
-``refuses`` and ``fixed_stream`` why a transform is left out.
+random activations (:mod:`.numbers`), :mod:`.calls` follows the calls of its modules and
+:mod:`.recorder` the channels. A :class:`.recorded_model.RecordedModel` and its
+:class:`.recorded_block.RecordedBlock` are what was seen. :mod:`.linears`, :mod:`.folds`,
+:mod:`.attention` and :mod:`.stream` prove from it what :mod:`.block_family` states; :mod:`.whole`
+puts the blocks together. What is not proved is left out: :class:`~qtool.models.family.Family` says
+by ``unquantized`` why a linear stays in 16 bits, by ``refuses`` and ``fixed_stream`` why a
+transform is left out.
 """
 
 import json

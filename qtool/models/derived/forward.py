@@ -1,76 +1,20 @@
 """One forward of transformers' model of a config, recorded (:mod:`.recorder`)."""
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qtool.errors import QtoolError, in_one_line
-from qtool.models.derived.facts import STREAM, Facts
-from qtool.models.derived.module_kinds import acts_linear, is_norm
+from qtool.models.derived.calls import Calls
 from qtool.models.derived.numbers import AttentionAsProducts, RandomNumbers
 from qtool.models.derived.passing import PASSED, Passing
+from qtool.models.derived.recorded import IDS, SHAPE, Recorded
 from qtool.models.derived.recorder import Recorder
-from qtool.models.derived.trace import NormCall, Read, Trace
-from qtool.models.experts import is_experts
-from qtool.models.skeleton import bound_arguments
-
-#: the producer of the token ids
-IDS = "token ids"
-#: sequences and tokens of the forward
-SHAPE = 1, 4
-
-
-@dataclass
-class Recorded:
-    """A model on ``meta`` and what one forward of it did.
-
-    Attributes:
-        text: the name of the module that was run, :attr:`~qtool.models.family.Family.text`.
-        blocks: the module list of its blocks. embedding, head: the modules' names.
-        start: facts of what enters the first block.
-        outputs: how long a tuple the blocks return; 0 for a bare tensor.
-        passes: what else blocks use of those before, as :attr:`~qtool.models.family.Family.passes`.
-        handed: the most of it that a block was given. width: numbers a token of the hidden states.
-        impure: why a block's arguments depend on earlier blocks, if they do.
-        like: for each block the first one of the same modules and settings, which alone is
-            recorded.
-        reads_ids: more than the embedding reads the token ids.
-        active_experts: how many experts a token goes to; 0 where there are none.
-    """
-
-    model: Any
-    text: str
-    trace: Trace
-    blocks: str
-    embedding: str
-    head: str
-    start: Facts = field(default_factory=dict)
-    outputs: int = 0
-    passes: dict[str, int] = field(default_factory=dict)
-    handed: list[Tensor] = field(default_factory=list)
-    width: int = 0
-    impure: str = ""
-    like: list[int] = field(default_factory=list)
-    reads_ids: bool = False
-    active_experts: int = 0
-
-    @property
-    def config(self) -> Any:
-        """The config of the text model."""
-        return self.text_model.config.get_text_config(decoder=True)
-
-    @property
-    def text_model(self) -> Any:
-        """The module that was run."""
-        return self.model.get_submodule(self.text)
+from qtool.models.derived.trace import Trace
 
 
 def record(model: Any) -> Recorded:
@@ -121,7 +65,7 @@ def _recorded(model: Any, text: str) -> Recorded:
     try:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_Calls(found, recorder, passing, names).watched())
+            stack.enter_context(Calls(found, recorder, passing, names).watched())
             stack.enter_context(_short_chunks(names))
             stack.enter_context(_weights_watched(recorder, names))
             stack.enter_context(RandomNumbers())
@@ -261,129 +205,3 @@ def _alike(model: Any, blocks: Any) -> list[int]:
         key = shapes, settings, types[number] if number < len(types) else None
         found.append(firsts.setdefault(key, number))
     return found
-
-
-class _Calls:
-    """Notes calls of modules while :meth:`watched`; norms and stacked experts are not looked into.
-
-    Args:
-        names: of all modules.
-
-    Attributes:
-        numbers: of the blocks. last: the root of the last block's output; None before the first.
-        norm_inputs: of the norms that run. muted: of the blocks that run.
-        given_more: the kinds of which a block was recorded that was given more.
-    """
-
-    def __init__(
-        self, found: Recorded, recorder: Recorder, passing: Passing, names: Mapping[nn.Module, str]
-    ) -> None:
-        self.found, self.recorder, self.passing, self.names = found, recorder, passing, names
-        blocks: Any = found.model.get_submodule(found.blocks)
-        self.numbers: dict[nn.Module, int] = {block: n for n, block in enumerate(blocks)}
-        self.last: int | None = None
-        self.norm_inputs: list[Tensor] = []
-        self.muted: list[bool] = []
-        self.given_more: set[int] = set()
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Watch the calls while open."""
-        handles = []
-        for module, name in self.names.items():
-            acts_linear(module)  # cached: it is found with numbers, which there are none of below
-            handles += [
-                module.register_forward_pre_hook(self._enter, with_kwargs=True),
-                module.register_forward_hook(self._leave, with_kwargs=True),
-            ]
-            if is_experts(module):
-                module.forward = partial(self._experts, name)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for module in self.names:
-                module.__dict__.pop("forward", None)
-
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder, name = self.recorder, self.names.get(module, "")
-        recorder.modules.append(name)
-        recorder.trace.called.append(name)
-        if module in self.numbers:
-            bound = bound_arguments(inspect.signature(module.forward), args, kwargs)
-            self._enter_block(self.numbers[module], bound)
-        if isinstance(module, nn.Embedding):
-            if args and IDS in recorder.of(args[0]):
-                self.found.reads_ids |= name != self.found.embedding
-            recorder.muted += 1
-        if is_norm(module) and not recorder.muted and (given := [*args, *kwargs.values()]):
-            self.norm_inputs.append(given[0])
-            recorder.muted += 1
-
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        recorder, name = self.recorder, self.recorder.modules.pop()
-        if module in self.numbers:
-            self._leave_block(out)
-        elif is_norm(module) and self.norm_inputs:
-            self._leave_norm(name, out)
-        elif isinstance(module, nn.Embedding):
-            recorder.muted -= 1
-            if not recorder.muted and isinstance(out, Tensor):
-                recorder.produce(f"{name}.weight", out)
-        elif not recorder.muted and isinstance(module, nn.Linear) and acts_linear(module):
-            recorder.produce(f"{name}.weight", out)
-
-    def _enter_block(self, number: int, bound: dict[str, Any]) -> None:
-        """Begin a block: the first of its arguments is the residual stream."""
-        found, recorder = self.found, self.recorder
-        hidden = bound.pop(next(iter(bound)))
-        if not isinstance(hidden, Tensor):
-            kind = type(hidden).__name__
-            raise QtoolError(f"a block's first argument is a {kind}, no hidden states")
-        if self.last is None:
-            found.start = recorder.of(hidden)
-        elif recorder.root(hidden) != self.last:
-            found.impure = "what enters a block is not what the one before gave"
-        found.width = hidden.numel() // prod(SHAPE)
-        recorder.produce(STREAM, hidden)
-        like, passed = found.like[number], self.passing.enter(bound)
-        unlike = passed and like not in self.given_more  # the first of its kind may get nothing
-        self.given_more.update([like] * passed)
-        self.muted.append(number != like and not unlike)
-        recorder.muted += self.muted[-1]
-
-    def _leave_block(self, out: Any) -> None:
-        recorder, several = self.recorder, isinstance(out, (tuple, list))
-        result = out[0] if several else out
-        self.found.outputs = len(out) if several else 0
-        self.last = recorder.root(result)
-        others = {p: f for p, f in recorder.of(result).items() if p != STREAM}
-        recorder.escape(others, "the block's output")
-        if self.muted.pop():
-            recorder.muted -= 1
-            recorder.produce(STREAM, result)
-        self.passing.leave(tuple(out) if self.found.outputs else (out,))
-
-    def _leave_norm(self, name: str, out: Any) -> None:
-        recorder, x = self.recorder, self.norm_inputs.pop()
-        recorder.muted -= 1
-        facts = recorder.of(x)
-        recorder.trace.norms.append(NormCall(name, facts))
-        if STREAM in facts:
-            recorder.set(x, facts | {STREAM: facts[STREAM]._replace(factor=1.0)})
-        inner = () if STREAM in facts else tuple(facts)
-        recorder.produce(name, out[0] if isinstance(out, tuple) else out, *inner)
-
-    def _experts(self, name: str, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The forward of the stacked experts ``name``."""
-        recorder = self.recorder
-        if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
-            self.found.active_experts = args[0].shape[-1]
-        if not recorder.muted:
-            read = Read(name, name, recorder.root(hidden), recorder.of(hidden))
-            recorder.trace.experts[name] = read
-        out = torch.empty_like(hidden)
-        if not recorder.muted:
-            recorder.produce(name, out)
-        return out

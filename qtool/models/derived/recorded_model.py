@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from qtool.errors import QtoolError
 from qtool.models.derived.expert_gates import gate_facts
 from qtool.models.derived.facts import STREAM, Kind, is_stream
-from qtool.models.derived.forward import SHAPE, Recorded
 from qtool.models.derived.norms import NormForm, form_of
 from qtool.models.derived.on_disk import leaf_names
+from qtool.models.derived.recorded import SHAPE, Recorded
 from qtool.models.experts import is_experts
 from qtool.models.parts import Fold, Heads
 
