@@ -262,8 +262,8 @@ def sensitivity(
             ``w4a16:channel``), and ``none`` for 16 bits.
         budget_bits: most stored bits a weight, over all that may be quantized.
         out: a new YAML file for :func:`quantize`.
-        recipe: ``fast``, ``paper`` or ``best``: whose methods of the first choice that quantizes
-            the recipe has.
+        recipe: ``fast``, ``paper`` or ``best``: the methods that are written are those of this
+            recipe of the first choice that quantizes.
         calibration: as :func:`quantize` takes it; the divergence is measured on its windows.
         data_dir: of local copies of corpora.
         samples: calibration windows.

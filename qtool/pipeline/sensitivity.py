@@ -41,6 +41,7 @@ from qtool.recipes import Recipe
 from qtool.recipes.schema import GIVEN, LayerRule
 from qtool.runtime.load import load
 
+#: the choice of 16 bits
 SIXTEEN = "none"
 #: points of the curve whose divergence is measured
 MEASURED = 6
@@ -292,8 +293,8 @@ def write_recipe(
     """:func:`sensitivity` of the model in ``directory``, and its two files: see the public API.
 
     Args:
-        recipe: the variant whose methods, of the first choice that quantizes, are taken, as
-            :func:`qtool.recipes.load` takes its default.
+        recipe: the variant that the methods are of, among the recipes of the first choice that
+            quantizes; :func:`qtool.recipes.load` says which it is where there is none of that name.
         text: the calibration text, by default as of :func:`qtool.pipeline.run.run`.
 
     Raises:
@@ -301,15 +302,7 @@ def write_recipe(
     """
     require_positive("--budget-bits", budget_bits)
     facts_file = out.with_suffix(".json")
-    for path in (out, facts_file):  # what takes long is measured first, and written last
-        if path.exists():
-            raise QtoolError(f"{path} exists already; choose another --out or remove it")
-    if facts_file == out or not out.parent.is_dir():
-        raise QtoolError(f"--out {out}: a YAML file in a directory that exists is expected")
-    try:
-        TemporaryFile(dir=out.parent).close()
-    except OSError as error:
-        raise QtoolError(f"--out {out}: cannot be written there: {error.strerror}") from error
+    _require_writable(out, facts_file)
     if recipe not in recipes.VARIANTS:
         raise QtoolError(f"--recipe {recipe!r}: {suggest(recipe, recipes.VARIANTS)}")
     first = next(filter(None, recipes_of(choices).values()))
@@ -339,6 +332,19 @@ def write_recipe(
     return found
 
 
+def _require_writable(out: Path, facts_file: Path) -> None:
+    """Refuse now what could not be written once all is measured, which takes long."""
+    for path in (out, facts_file):
+        if path.exists():
+            raise QtoolError(f"{path} exists already; choose another --out or remove it")
+    if facts_file == out or not out.parent.is_dir():
+        raise QtoolError(f"--out {out}: a YAML file in a directory that exists is expected")
+    try:
+        TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise QtoolError(f"--out {out}: cannot be written there: {error.strerror}") from error
+
+
 def _require_memory(job: Job, windows: Sequence[Tensor]) -> None:
     """Refuse windows for which the model's log-probabilities, float32, are too many to keep."""
     need = 4 * job.namespace.vocab_size * sum(ids.numel() for ids in windows)
@@ -351,6 +357,7 @@ def _require_memory(job: Job, windows: Sequence[Tensor]) -> None:
 
 
 def _groups(job: Job, model: PreTrainedModel) -> list[Group]:
+    """The groups of all blocks, each of linears that ``model`` has too."""
     modules = dict(model.named_modules())
     groups = [(b, group.linears) for b in range(job.blocks) for group in job.block_family(b).groups]
     for block, linears in groups:
