@@ -117,6 +117,14 @@ def random_tokens(vocabulary: int, samples: int, seqlen: int) -> Calibration:
     )
 
 
+def _require_replaceable(out: Path) -> None:
+    """Refuse a directory that holds anything but a measured run, which a new one replaces."""
+    if out.exists() and "bench" not in read_record(out):
+        raise QtoolError(f"{out} is no measured run, and not replaced: choose another --work")
+    if (partial := out.with_name(out.name + ".partial")).exists():
+        raise QtoolError(f"{partial} is an unfinished run: choose another --work or remove it")
+
+
 def run(
     source: Path,
     recipe: Recipe,
@@ -144,10 +152,7 @@ def run(
     cuda = torch.device(device).type == "cuda"
     if device_memory is not None and not cuda:
         raise QtoolError(f"--device-memory {device_memory}: --device cuda is expected beside it")
-    if out.exists() and "bench" not in read_record(out):
-        raise QtoolError(f"{out} is no measured run, and not replaced: choose another --work")
-    if (partial := out.with_name(out.name + ".partial")).exists():
-        raise QtoolError(f"{partial} is an unfinished run: choose another --work or remove it")
+    _require_replaceable(out)
     checkpoint = Checkpoint(source)
     job = Job.of(checkpoint.config, recipe, source_dtype(checkpoint))
     calibration = None

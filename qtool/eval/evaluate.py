@@ -98,26 +98,40 @@ def load_tasks(
             corpus = corpora.load(name, split=corpora.TEST, data_dir=data_dir)
             if sharing[corpus.name] > 1:  # files of one name in several folders
                 corpus = replace(corpus, name=name)
-            facts = {"task": corpus.name, "sha256": corpus.sha256, "seqlen": seqlen, "limit": limit}
-            evaluate_task: Callable[..., list[TaskResult]] = partial(
-                _perplexity, corpus, seqlen=seqlen, **how
-            )
+            task = _perplexity_task(name, corpus, seqlen, how)
         else:
-            from qtool.eval import zero_shot  # lm-eval takes seconds to import
-
-            loaded, origin = zero_shot.load(name, tokenizer, data_dir)
-            questions = zero_shot.fingerprint(loaded)
-            facts = {
-                "task": name,
-                "sha256": questions,
-                "limit": limit,
-                "lm_eval": version("lm_eval"),
-            }
-            evaluate_task = partial(
-                zero_shot.zero_shot, loaded, origin=origin, questions=questions, label=name, **how
-            )
-        found.append(LoadedTask(name, facts | same, evaluate_task))
+            task = _zero_shot_task(name, data_dir, how)
+        found.append(replace(task, facts=task.facts | same))
     return found
+
+
+def _perplexity_task(
+    name: str, corpus: corpora.Corpus, seqlen: int, how: dict[str, Any]
+) -> LoadedTask:
+    facts = {
+        "task": corpus.name,
+        "sha256": corpus.sha256,
+        "seqlen": seqlen,
+        "limit": how["limit"],
+    }
+    return LoadedTask(name, facts, partial(_perplexity, corpus, seqlen=seqlen, **how))
+
+
+def _zero_shot_task(name: str, data_dir: str | Path | None, how: dict[str, Any]) -> LoadedTask:
+    from qtool.eval import zero_shot  # lm-eval takes seconds to import
+
+    loaded, origin = zero_shot.load(name, how["tokenizer"], data_dir)
+    questions = zero_shot.fingerprint(loaded)
+    facts = {
+        "task": name,
+        "sha256": questions,
+        "limit": how["limit"],
+        "lm_eval": version("lm_eval"),
+    }
+    ask = partial(
+        zero_shot.zero_shot, loaded, origin=origin, questions=questions, label=name, **how
+    )
+    return LoadedTask(name, facts, ask)
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

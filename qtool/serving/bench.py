@@ -97,23 +97,8 @@ def bench_serve(
         if name not in BASELINES:
             raise QtoolError(f"--against {name}: {suggest(name, BASELINES)}")
     require_vllm(directory, tensor_parallel)
-    config = json.loads((directory / "config.json").read_text())
-    common = {"kv_cache_dtype": "fp8", "tensor_parallel_size": tensor_parallel}
     with tempfile.TemporaryDirectory() as folder:
-        stored = config["quantization_config"]
-        ours = f"qtool {stored['scheme']}"
-        engines = {ours: (directory, common)}
-        if stored.get("kv"):  # which vLLM keeps if no other is asked for
-            engines = {f"{ours} {stored['kv']}": (directory, common | {"kv_cache_dtype": "auto"})}
-        for name in against:
-            added, own = BASELINES[name]
-            shape = Path(folder, name)
-            shape.mkdir()
-            plain = {
-                key: value for key, value in config.items() if key != "quantization_config"
-            } | added
-            (shape / "config.json").write_text(json.dumps(plain))
-            engines[name] = (shape, common | own | {"load_format": "dummy"})
+        engines = _engines(directory, against, Path(folder), tensor_parallel)
         for name, (model, wanted) in engines.items():
             request = {
                 "model": str(model),
@@ -131,6 +116,29 @@ def bench_serve(
                 log.warning("%s", error)
                 continue
             yield from (Served(name, **row) for row in rows)
+
+
+def _engines(
+    directory: Path, against: Sequence[str], folder: Path, tensor_parallel: int
+) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """The checkpoint and each baseline by name: its directory, and options of vLLM.
+
+    A baseline's directory, in ``folder``, holds a config.json alone.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    stored = config.pop("quantization_config")
+    common = {"kv_cache_dtype": "fp8", "tensor_parallel_size": tensor_parallel}
+    ours = f"qtool {stored['scheme']}"
+    engines = {ours: (directory, common)}
+    if stored.get("kv"):  # which vLLM keeps if no other is asked for
+        engines = {f"{ours} {stored['kv']}": (directory, common | {"kv_cache_dtype": "auto"})}
+    for name in against:
+        added, own = BASELINES[name]
+        shape = folder / name
+        shape.mkdir()
+        (shape / "config.json").write_text(json.dumps(config | added))
+        engines[name] = (shape, common | own | {"load_format": "dummy"})
+    return engines
 
 
 def bench_model(
