@@ -13,6 +13,7 @@ import argparse
 import itertools
 import random
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import check_kv
@@ -65,6 +66,8 @@ TILES = [
 ]
 #: further kernels: ``checks(fuzz, small)`` of each yields names, and None or what is wrong
 OTHERS = (check_w4a4, check_w4a16, check_mma, check_kv)
+#: what was checked, and what is wrong or None
+Check = tuple[str, str | None]
 ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 
@@ -295,7 +298,74 @@ def small() -> int:
     return int(any(wrong))
 
 
+def checks_of(scheme: str, group: int | None) -> Iterator[Check]:
+    """Every tile of the W4A8 GEMM of one scheme."""
+    if group:
+        for tile in (TILES[2], TILES[6], TILES[12]):
+            wrong = every_dequantization(scheme, group, tile)
+            yield f"every code x scale x offset {scheme} g{group} {tile}", wrong
+    case = Case.random(scheme, group, 448, 640)
+    for tile in TILES:
+        sums = [
+            case.verify(tile, m, torch.int32, False) for m in (1, 7, tile.tokens, tile.tokens + 3)
+        ]
+        yield f"int32 sums {scheme} g{group} {tile}", next(filter(None, sums), None)
+        wrong = case.verify(tile, tile.tokens + 5, torch.bfloat16, True)
+        yield f"epilogue {scheme} g{group} {tile}", wrong
+    # some blocks have several tiles, some clusters share one
+    case = Case.random(scheme, group, 128 * 71, 384)
+    for tile in (t for t in TILES if t.split <= 2):
+        found = [
+            case.verify(tile, 2 * tile.tokens + 5, dtype, False)
+            for dtype in (torch.int32, torch.bfloat16)
+        ]
+        yield f"many tiles {scheme} g{group} {tile}", next(filter(None, found), None)
+
+
+def checks_of_w8a8() -> Iterator[Check]:
+    """Every tile of the W8A8 GEMM."""
+    for tile in TILES:
+        for m, n, k, dtype in (
+            (1, 192, 64, torch.int32),
+            (tile.tokens + 3, 448, 1216, torch.int32),
+            (300, 320, 640, torch.bfloat16),
+            (2 * tile.tokens + 5, 128 * 71, 384, torch.int32),
+        ):
+            yield f"w8a8 M={m} N={n} K={k} {tile} {dtype}", w8a8(tile, m, n, k, dtype)
+
+
+def checks_of_activations() -> Iterator[Check]:
+    """The quantization of activations, by width, dtype and what is fused with it."""
+    for k, dtype, fusion in itertools.product(
+        (64, 4096, 14336, 28672), (torch.bfloat16, torch.float16, torch.float32), FUSIONS
+    ):
+        wrong = quantization(5, k, dtype, fusion, gather=k != 4096)
+        yield f"quantize activation K={k} {dtype} {fusion}", wrong
+
+
+def checks_of_graphs() -> Iterator[Check]:
+    """A GEMM in a CUDA graph."""
+    yield "CUDA graph", graph_capture()
+
+
+def fuzz(count: int, jobs: Sequence[tuple[str, int | None, Tile, torch.dtype]]) -> Iterator[Check]:
+    """``count`` random shapes, each by one of the ``jobs`` that are compiled."""
+    for i in range(count):
+        scheme, group, tile, dtype = random.choice(jobs)
+        n, k = 64 * random.randint(1, 20), (group if group == 128 else 64) * random.randint(1, 24)
+        m = random.choice([random.randint(1, 2 * tile.tokens), random.randint(1, 300)])
+        case = Case.random(scheme, group, n, k)
+        if random.random() < 0.3:
+            kind = random.choice([torch.float16, torch.bfloat16])
+            case = replace(
+                case, arguments=(case.arguments[0], case.arguments[1].to(kind), *case.arguments[2:])
+            )  # type: ignore[union-attr]
+        wrong = case.verify(tile, m, dtype, dtype != torch.int32 and random.random() < 0.5)
+        yield f"fuzz {i} {scheme} g{group} M={m} N={n} K={k} {tile} {dtype}", wrong
+
+
 def main() -> int:
+    """Compile all that is checked, then print each check and the number of failures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fuzz", type=int, default=500)
     parser.add_argument("--quick", action="store_true", help="LiquidQuant g64 only")
@@ -316,73 +386,17 @@ def main() -> int:
     operands += [(W8A8, t, d) for t in TILES for d in (torch.int32, torch.bfloat16)]
     compile_all((definition(*job) for job in operands), "sm_90a")
     failures = 0
-
-    def report(name: str, wrong: str | None) -> None:
-        nonlocal failures
+    for name, wrong in itertools.chain(
+        *(checks_of(scheme, group) for scheme, group in chosen),
+        checks_of_w8a8(),
+        checks_of_activations(),
+        checks_of_graphs(),
+        fuzz(args.fuzz, jobs),
+        *(module.checks(args.fuzz, False) for module in (() if args.quick else OTHERS)),
+    ):
         failures += wrong is not None
         if wrong or not name.startswith("fuzz"):
-            print(
-                f"{'FAIL' if wrong else 'ok  '} {name}{': ' + wrong if wrong else ''}", flush=True
-            )
-
-    for scheme, group in chosen:
-        if group:
-            for tile in (TILES[2], TILES[6], TILES[12]):
-                report(
-                    f"every code x scale x offset {scheme} g{group} {tile}",
-                    every_dequantization(scheme, group, tile),
-                )
-        for tile in TILES:
-            case = Case.random(scheme, group, 448, 640)
-            wrong = [
-                case.verify(tile, m, torch.int32, False)
-                for m in (1, 7, tile.tokens, tile.tokens + 3)
-            ]
-            report(f"int32 sums {scheme} g{group} {tile}", next(filter(None, wrong), None))
-            report(
-                f"epilogue {scheme} g{group} {tile}",
-                case.verify(tile, tile.tokens + 5, torch.bfloat16, True),
-            )
-        case = Case.random(
-            scheme, group, 128 * 71, 384
-        )  # some blocks have several tiles, some clusters share one
-        for tile in (t for t in TILES if t.split <= 2):
-            wrong = [
-                case.verify(tile, 2 * tile.tokens + 5, dtype, False)
-                for dtype in (torch.int32, torch.bfloat16)
-            ]
-            report(f"many tiles {scheme} g{group} {tile}", next(filter(None, wrong), None))
-    for tile in TILES:
-        for m, n, k, dtype in (
-            (1, 192, 64, torch.int32),
-            (tile.tokens + 3, 448, 1216, torch.int32),
-            (300, 320, 640, torch.bfloat16),
-            (2 * tile.tokens + 5, 128 * 71, 384, torch.int32),
-        ):
-            report(f"w8a8 M={m} N={n} K={k} {tile} {dtype}", w8a8(tile, m, n, k, dtype))
-    for k, dtype, fusion in itertools.product(
-        (64, 4096, 14336, 28672), (torch.bfloat16, torch.float16, torch.float32), FUSIONS
-    ):
-        wrong = quantization(5, k, dtype, fusion, gather=k != 4096)
-        report(f"quantize activation K={k} {dtype} {fusion}", wrong)
-    report("CUDA graph", graph_capture())
-    for i in range(args.fuzz):
-        scheme, group, tile, dtype = random.choice(jobs)
-        n, k = 64 * random.randint(1, 20), (group if group == 128 else 64) * random.randint(1, 24)
-        m = random.choice([random.randint(1, 2 * tile.tokens), random.randint(1, 300)])
-        case = Case.random(scheme, group, n, k)
-        if random.random() < 0.3:
-            kind = random.choice([torch.float16, torch.bfloat16])
-            case = replace(
-                case, arguments=(case.arguments[0], case.arguments[1].to(kind), *case.arguments[2:])
-            )  # type: ignore[union-attr]
-        wrong = case.verify(tile, m, dtype, dtype != torch.int32 and random.random() < 0.5)
-        report(f"fuzz {i} {scheme} g{group} M={m} N={n} K={k} {tile} {dtype}", wrong)
-    others = () if args.quick else OTHERS
-    for name, wrong in itertools.chain.from_iterable(
-        module.checks(args.fuzz, False) for module in others
-    ):
-        report(name, wrong)
+            print("FAIL" if wrong else "ok  ", f"{name}: {wrong}" if wrong else name, flush=True)
     print(
         f"{args.fuzz} fuzzed shapes; {failures} failures; {torch.cuda.get_device_name()}, torch "
         f"{torch.__version__}"
