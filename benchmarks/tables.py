@@ -373,6 +373,7 @@ def keep(name: str, files: Sequence[Path], command: str, machine: str) -> None:
 
 
 def main() -> None:
+    """Write the tables, or check that they are written; with ``--keep``, store runs first."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -89,6 +89,7 @@ def errors(
 
 
 def main() -> None:
+    """Print, by seed and least tokens, the errors of experts by how many tokens they are routed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

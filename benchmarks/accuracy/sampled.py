@@ -59,6 +59,7 @@ def measured(model: PreTrainedModel, windows: Tensor) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Print a row for each scheme, recipe and cache, on windows that the model itself wrote."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -36,6 +36,7 @@ HEAD = ["scheme", "recipe", "KL without", "KL with", "change"]
 
 
 def main() -> None:
+    """Make the model with and without outliers, then print each recipe's divergence on both."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -118,6 +118,7 @@ def mean_and_error(per_window: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
+    """Sample until enough windows survive as text; write that text, and the record of how."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--windows", type=int, required=True)

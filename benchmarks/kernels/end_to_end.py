@@ -95,6 +95,7 @@ def decode(directory: Path) -> tuple[float, float, int, str]:
 
 
 def main() -> int:
+    """Print a line a scheme; 1 where perplexity, logits or the kernels that ran are wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--schemes", default=SCHEMES)
     parser.add_argument("--kv", default="kv4")

@@ -43,6 +43,7 @@ BATCH = 8
 
 
 def main() -> None:
+    """Print the time and error of each tool; with ``--tool``, be the process that one runs in."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -66,6 +66,7 @@ def seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> 
 
 @torch.no_grad()
 def main() -> None:
+    """Print the time of a forward and of Hessians, of experts in turn and of all at once."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

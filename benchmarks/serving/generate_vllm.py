@@ -240,6 +240,7 @@ def beside(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Print how far our runtime and vLLM, in processes beside it, part on the same prompts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -55,6 +55,7 @@ def parted(together: Any, alone: Any) -> float | None:
 
 
 def main() -> int:
+    """Serve requests at once and some alone; 1 where they differ, lose blocks or never wait."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
