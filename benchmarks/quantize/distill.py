@@ -16,8 +16,6 @@ import argparse
 import functools
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import DEVICE, HELD_OUT, dequantized
+from peers import DEVICE, HELD_OUT, dequantized, each_alone
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -72,18 +70,7 @@ def main() -> None:
         arguments.work.mkdir(parents=True, exist_ok=True)
         make(config_of(arguments.shape, arguments.layers), source)
     rows = []
-    for tool in arguments.tools:
-        with (arguments.work / f"{tool}.log").open("w") as log:
-            command = [sys.executable, *sys.argv, "--tool", tool]
-            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
-        if done.returncode:
-            print(
-                f"{tool} failed, see {log.name}: "
-                f"{Path(log.name).read_text().strip().splitlines()[-1]}",
-                flush=True,
-            )
-            continue
-        facts = json.loads((arguments.work / f"{tool}.json").read_text())
+    for tool, facts in each_alone(arguments.tools, arguments.work):
         error = output_error(source, arguments.work / tool, arguments.seqlen)
         rows.append(
             (

@@ -17,7 +17,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,17 +66,7 @@ def main() -> None:
         arguments.work.mkdir(parents=True, exist_ok=True)
         make(config_of(arguments.shape, arguments.layers), source)
     rows = []
-    for tool in TOOLS:
-        with (arguments.work / f"{tool}.log").open("w") as log:
-            command = [sys.executable, *sys.argv, "--tool", tool]
-            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
-        if done.returncode:
-            print(
-                f"{tool} failed, see {log.name}: "
-                f"{Path(log.name).read_text().strip().splitlines()[-1]}"
-            )
-            continue
-        facts = json.loads((arguments.work / f"{tool}.json").read_text())
+    for tool, facts in each_alone(TOOLS, arguments.work):
         errors = layer_errors(source, arguments.work / tool, arguments.seqlen)
         mean, worst = sum(errors.values()) / len(errors), max(errors.values())
         rows.append(
@@ -95,6 +87,22 @@ def main() -> None:
     print(render(head, rows))
     if arguments.json:
         store(arguments.json, {"title": title, "head": head, "rows": rows}, device=DEVICE)
+
+
+def each_alone(tools: Iterable[str], work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What each tool stored in ``work`` when this script ran it, in a process of its own.
+
+    One that fails is left out, with its last words.
+    """
+    for tool in tools:
+        with (work / f"{tool}.log").open("w") as log:
+            command = [sys.executable, *sys.argv, "--tool", tool]
+            done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+        if done.returncode:
+            last = Path(log.name).read_text().strip().splitlines()[-1]
+            print(f"{tool} failed, see {log.name}: {last}", flush=True)
+            continue
+        yield tool, json.loads((work / f"{tool}.json").read_text())
 
 
 def tokens(arguments: argparse.Namespace, source: Path) -> list[Tensor]:
