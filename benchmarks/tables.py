@@ -255,7 +255,8 @@ def sensitivity() -> str:
     return markdown(head, sorted(rows)) + made_by(stored)
 
 
-FAMILY_STEPS = "plan", "fast", "paper", "best", "transforms", "resume"  # and then an export
+#: what is proved of each class, in turn; an export follows
+FAMILY_STEPS = "plan", "fast", "paper", "best", "transforms", "resume"
 
 
 def families() -> str:

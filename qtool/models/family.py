@@ -45,28 +45,28 @@ class Family:
         attention: the attention of a block.
         tensors: every weight of a block and its shape in words.
         biased: linears that always have a bias.
-        biased_if: those that do when a config key is true.
+        biased_if: linears that have one when a config key is true, by that key.
         fused: linears that are several in one: their parts in order, each with its number of rows
             in words.
-        fused_by_head: their rows go by kv head, with each part's share of it (Falcon).
+        fused_by_head: fused rows lie by kv head: each head's rows of every part in turn (Falcon).
         readers: modules in 16 bits that read a norm too (routers), by norm.
         post_norms: norms of what is written to the residual stream.
         norm_offset: norms multiply by this plus weight.
         layer_norm: norms subtract the mean over channels and have biases.
         experts: where experts are; groups and tensors with ``*`` in their names are repeated for
             each.
-        text: the part that takes text alone, where the whole model takes none; mostly ``""``,
-            the whole.
+        text: the part of the model that runs on text alone; mostly ``""``, the whole model.
         positions: the table of learned positions, which the residual stream begins with too.
         sizes: sizes that config.json has under other keys than Llama's.
         defaults: of keys it may leave out.
         choose: the family of one block, where the config decides; may refuse the config.
         refuses: methods (and ``kv``, the quantized KV cache) that it cannot have, and why.
         returns: the length of the tuple that a block returns its output in; 0: in none.
-        passes: arguments by which a block is given what those before made beside the hidden states,
-            with its place in the tuple that they return; 0: they write it to that argument.
-        beside_hidden: numbers a token that enter a block beside the hidden size, at most.
-        index_bytes: and bytes a token for each token of its window, which an indexer may choose.
+        passes: arguments of a block for what earlier blocks made beside the hidden states, each
+            with its place in the tuple that these return; 0: they write into that argument.
+        beside_hidden: the most numbers a token that enter a block beside its hidden states.
+        index_bytes: bytes a pair of tokens that enter it too: of an indexer, which chooses for each
+            token which others it attends to.
         always_tied: serving stacks know no head apart from the embedding, whatever config.json
             says.
         fixed_stream: why the residual stream cannot be rotated, beside ``post_norms``.
@@ -337,7 +337,7 @@ class Family:
     def block_shapes(self, config: Any) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors of a block, by name within the block; reads no weights."""
         dims = self.dimensions(config)
-        # few, also of many experts
+        # computed once for many experts
         known = {words: _shape(words, dims) for words in set(self.tensors.values())}
         shapes = {name: known[words] for name, words in self.tensors.items()}
         biased = set(self.biased)

@@ -218,9 +218,10 @@ class Gptq(GptqOptions, Rounding):
     def work(self, block: BlockShape) -> Work:
         """The work on one block.
 
-        The inputs of a group come from forwards that end there, the float block's too, of which the
-        last goes on to the block's output, as does the only one where its inputs are kept; those of
-        all experts from one, to which shared experts come before.
+        The inputs of a group come from a forward that ends there, and from one of the float block;
+        those of all experts from one forward, in which shared experts come before them. The float
+        block's last forward (its only one, where its inputs are kept) goes on to the block's
+        output: what it takes up to there is counted with the outputs, not here.
         """
         work, before, last = Work(), 0.0, 0.0
         kept = kept_input_bytes(block.family, block.linears, block.tokens)
@@ -262,12 +263,13 @@ class Gptq(GptqOptions, Rounding):
         return self.stream > 0 and bool(norms_of_writers(family, group.linears[0]))
 
     def held_bytes(self, block: BlockShape) -> int:
-        """Bytes at the worst moment.
+        """Bytes at the worst moment, when the linears that share an input are solved.
 
-        Exact weights, codes of those rounded before, its Hessians, and what solves it: first the
-        Hessian, the damped one, twice for coordinate descent, its factor, and the inverse that the
-        float model's inputs need; then Hessian and feedback beside the stacked weight, its target,
-        errors and codes. Several experts are solved together.
+        Then there are exact weights of those that are left, codes of those before, Hessians, and
+        what solves them. That is first the Hessian, the damped one (twice for coordinate descent),
+        its factor, and the inverse that the float model's inputs need; then Hessian and feedback
+        beside the stacked weight, its target, errors and codes. Several experts are solved
+        together.
         """
         left, total, worst = block.weights, block.weights, 0
         for groups in by_role(block.family.groups):
