@@ -161,11 +161,11 @@ def _parquet(path: Path) -> Iterator[Row]:
                 )
             for batch in file.iter_batches(batch_size=1024, columns=[column]):
                 for row in batch.column(0).to_pylist():
-                    if row is not None and not isinstance(row, COLUMNS[column]):
+                    if not isinstance(row, COLUMNS[column]):
                         raise QtoolError(
                             f'{path} has {_found({column: row})}, expected a string "text" or a '
                             'list "messages"'
                         )
-                    yield row or ""
+                    yield row
     except pyarrow.ArrowException as error:
         raise QtoolError(f"{path} is not a parquet file: {error}") from None
