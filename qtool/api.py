@@ -175,6 +175,11 @@ def quantize(
             name = scheme or Path(chosen.scheme).stem
             target = require_new_path("out", out) if out is not None else default_out(model, name)
             return run(model, chosen, target, settings, device=own, **common)
+        if ranks.size() > 1:
+            raise QtoolError(
+                "a model in memory is quantized by one process: save it, and pass its directory "
+                "to several"
+            )
         from qtool.pipeline.in_memory import saved
 
         with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:

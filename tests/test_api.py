@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import qtool
+from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.eval.checkpoints import EvaluateKeywords, evaluate_checkpoints
 from qtool.eval.evaluate import load_tasks
@@ -200,6 +201,15 @@ def test_a_default_device_of_the_caller_is_not_that_of_a_run(tmp_path: Path) -> 
     finally:
         torch.set_default_device(None)
     assert results == qtool.evaluate(["demo"], native, limit=1, seqlen=64)[0]
+
+
+def test_a_model_in_memory_is_refused_by_several_processes(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_model("llama"))
+    monkeypatch.setattr(ranks, "size", lambda: 2)
+    with pytest.raises(QtoolError, match="pass its directory to several"):
+        qtool.quantize(model, "w8a8", recipe="fast")
 
 
 def test_a_model_in_memory_is_calibrated_by_its_own_tokenizer(tmp_path: Path) -> None:
