@@ -33,8 +33,13 @@ class QtoolConfig(QuantizationConfig):
     checkpoint's names.
     """
 
-    def __init__(self, checkpoint_format: CheckpointFormat) -> None:
+    def __init__(self, checkpoint_format: CheckpointFormat | None = None) -> None:
         super().__init__()
+        if checkpoint_format is None:  # vLLM was told to, by a flag
+            raise QtoolError(
+                "the model is no checkpoint of qtool's: quantize it first (qtool quantize), and "
+                "leave --quantization out"
+            )
         self.format = checkpoint_format
         self.linears: PackedLinears | None = None
         self.keeps_cache: bool | None = None  # as the checkpoint says; not decided yet
