@@ -22,7 +22,7 @@ from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import activation_bytes, working_bytes
 from qtool.pipeline.quantize import Calibration, quantize
-from qtool.pipeline.streaming import activations, blocks
+from qtool.pipeline.streaming import activations, streamed_blocks
 from qtool.pipeline.streaming.shards import Shards
 from tests.conftest import save_model
 
@@ -186,7 +186,9 @@ def test_a_file_that_cannot_be_read_for_now_does_not_refuse_the_run(  # type: ig
 def test_out_of_memory_where_nothing_is_calibrated(source, tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """There are no activations to keep elsewhere."""
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
-    monkeypatch.setattr(blocks, "round_to_nearest", failing_at(9, error, blocks.round_to_nearest))
+    monkeypatch.setattr(
+        streamed_blocks, "round_to_nearest", failing_at(9, error, streamed_blocks.round_to_nearest)
+    )
     with pytest.raises(QtoolError, match=r"kept: free memory, then --resume$"):
         quantize(Checkpoint(source), recipes.load("w4a16", "fast"), tmp_path / "out")
 
