@@ -175,12 +175,13 @@ def quantize(
             name = scheme or Path(chosen.scheme).stem
             target = require_new_path("out", out) if out is not None else default_out(model, name)
             return run(model, chosen, target, settings, device=own, **common)
+        from qtool.pipeline.in_memory import saved
+
         if ranks.size() > 1:
             raise QtoolError(
                 "a model in memory is quantized by one process: save it, and pass its directory "
                 "to several"
             )
-        from qtool.pipeline.in_memory import saved
 
         with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
             target = require_new_path("out", out) if out is not None else Path(work) / "quantized"
@@ -264,7 +265,7 @@ def sensitivity(
     Args:
         model: a directory, a hub id or ``demo``.
         choices: schemes, each with a group size or without (``w4a16``, ``w4a16:32``,
-            ``w4a16:channel``), and ``none`` for 16 bits.
+            ``w4a16:channel``), and ``none`` for a group as it is.
         budget_bits: most stored bits a weight, over all that may be quantized.
         out: a new YAML file for :func:`quantize`.
         recipe: ``fast``, ``paper`` or ``best``: the methods that are written are those of this
@@ -294,6 +295,8 @@ def sensitivity(
 
     device = str(require_device(device))
     with ranks.process_group(device) as own:
+        if ranks.size() > 1:
+            raise QtoolError("the sensitivity is measured by one process: start no others")
         return write_recipe(
             directory_of(model),
             require_names("choices", choices),

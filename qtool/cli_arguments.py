@@ -259,7 +259,7 @@ SENSITIVITY = _options(
     click.option(
         "--choices",
         required=True,
-        help="Schemes with commas, as w4a16,w4a16:32,w8a8; none leaves a layer in 16 bits.",
+        help="Schemes with commas, as w4a16,w4a16:32,w8a8; none leaves a layer as it is.",
     ),
     click.option(
         "--budget-bits", type=float, required=True, help="Most stored bits a weight, as 4.25."

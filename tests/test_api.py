@@ -212,6 +212,14 @@ def test_a_model_in_memory_is_refused_by_several_processes(
         qtool.quantize(model, "w8a8", recipe="fast")
 
 
+def test_a_sensitivity_is_refused_by_several_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ranks, "size", lambda: 2)
+    with pytest.raises(QtoolError, match="measured by one process"):
+        qtool.sensitivity("demo", ["w4a16", "w8a8"], 5.0, tmp_path / "mixed.yaml")
+
+
 def test_a_model_in_memory_is_calibrated_by_its_own_tokenizer(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     done = qtool.quantize(

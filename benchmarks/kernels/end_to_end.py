@@ -59,6 +59,7 @@ def windows(printed: str) -> Tensor:
 
 
 def evaluate(text: str, directory: Path, device: str, dtype: str) -> Tensor:
+    """The negative log-likelihood of each window, as ``qtool eval`` finds it."""
     return windows(
         qtool(
             *("eval", text, "--model", str(directory), "--device", device, "--dtype", dtype),

@@ -85,6 +85,7 @@ class Kept(PhaseTimer):
 
 
 def main() -> None:
+    """Quantize under the timers, and print what each named part took on each rank."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

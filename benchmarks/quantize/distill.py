@@ -139,6 +139,7 @@ def timed(owner: Any, attribute: str, blocks: list[float], profile: bool) -> Non
 
 
 def wait() -> None:
+    """Let a GPU finish, so that a clock read next counts its work."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
 

@@ -5,9 +5,8 @@ record (sha256, notes). When all are there, config, index and ``qtool.json`` are
 directory takes its name. A killed run leaves ``OUT.partial``; ``--resume`` checks that it was the
 same job, trusts only shards whose bytes match their record, and makes the rest. A run that was
 refused midway leaves it too, with a note, and the next run without ``--resume`` begins anew. Of
-several ranks
-the first opens and finishes the directory, and each shard has one that writes it; the records say
-nothing of ranks.
+several ranks the first opens and finishes the directory, and each shard has one that writes it; the
+records say nothing of ranks.
 """
 
 import contextlib
@@ -253,7 +252,8 @@ class Output:
 
     def note_refusal(self) -> None:
         """Let the next run begin anew: to resume this one would not change why it ended."""
-        (self.partial / RUN / REFUSED).touch()
+        with contextlib.suppress(FileNotFoundError):  # another rank has just discarded it
+            (self.partial / RUN / REFUSED).touch()
 
     def finish(
         self, config: dict[str, Any], provenance: dict[str, Any], side_files: Mapping[str, Path]

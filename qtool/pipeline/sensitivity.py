@@ -41,7 +41,7 @@ from qtool.recipes import Recipe
 from qtool.recipes.schema import GIVEN, LayerRule
 from qtool.runtime.load import load
 
-#: the choice of 16 bits
+#: the choice of weights as they are
 SIXTEEN = "none"
 #: points of the curve whose divergence is measured
 MEASURED = 6

@@ -16,6 +16,7 @@ from qtool.format import LinearFormat
 from qtool.io.source import Checkpoint
 from qtool.pipeline.verify import load_linear
 from qtool.serving.verify import layers
+from qtool.serving.vllm.config import QtoolConfig
 from tests.serving.conftest import FORMATS, Native, rewritten, rule
 from tests.serving.models import as_rank, configured, loaded
 
@@ -267,6 +268,12 @@ def test_rules_must_not_part_what_vllm_joins(native: Native) -> None:
         QtoolError, match=r"qkv_proj: the engine joins .*q_proj \(w8a8, .*k_proj \(w4a8-lqq"
     ):
         loaded(directory)
+
+
+def test_a_model_that_is_not_quantized_is_refused() -> None:
+    """vLLM makes the config without arguments where a flag alone asks for it."""
+    with pytest.raises(QtoolError, match="quantize it first"):
+        QtoolConfig()
 
 
 def test_mixed_schemes_and_16_bit_layers(native: Native) -> None:
