@@ -1,7 +1,7 @@
 """The protocol of an export format: pure functions from codes to another loader's tensors."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,20 +9,12 @@ from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat
+from qtool.models.joined import joined
 from qtool.schemes import Params
 
 Formats = Mapping[str, LinearFormat | None]
 #: the group sizes of w4a16; None: the whole channel
 ANY: tuple[int | None, ...] = (32, 64, 128, None)
-#: the linears that engines run as one, by SGLang's name of it: of attention and MLPs, of Gated
-#: DeltaNet, of latent attention
-JOINED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
-    "in_proj_ba": ("in_proj_b", "in_proj_a"),
-    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
 #: kinds of activations
 SIXTEEN_BIT, TOKEN_INT8 = "16-bit", "int8 per token"
 
@@ -174,18 +166,6 @@ def modules_in_16_bit(formats: Formats) -> list[str]:
     plain = left_in_16_bit(formats)
     experts = [f"{name.partition('.experts.')[0]}.experts" for name in plain if ".experts." in name]
     return list(dict.fromkeys([*plain, *joined(plain), *experts]))
-
-
-def joined(linears: Iterable[str]) -> dict[str, list[str]]:
-    """The modules that engines make of ``linears`` besides experts, and which each is made of."""
-    there = dict.fromkeys(linears)
-    parents = dict.fromkeys(name.rpartition(".")[0] for name in there if ".experts." not in name)
-    found = {
-        f"{parent}.{module}": [f"{parent}.{part}" for part in parts]
-        for parent in parents
-        for module, parts in JOINED.items()
-    }
-    return {module: parts for module, parts in found.items() if there.keys() >= set(parts)}
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:

@@ -10,12 +10,12 @@ from qtool.exchange.export_format import (
     ExportFormat,
     file_group_size,
     fused_shards_agree,
-    joined,
     scheme_and_group,
     size_text,
 )
 from qtool.format import CheckpointFormat, LinearFormat
 from qtool.models import Family, family_of
+from qtool.models.joined import joined_in_block
 
 #: by full name; None stays in 16 bits
 ByLinear = dict[str, LinearFormat | None]
@@ -139,8 +139,8 @@ def _formats(
         routers = (router for readers in family.readers.values() for router in readers)
         beside = (*routers, *family.unquantized)
         formats |= dict.fromkeys((f"{family.blocks}.{block}.{name}" for name in beside), None)
-        for fused in _fused(family):
-            fused_shards_agree(formats, [f"{family.blocks}.{block}.{linear}" for linear in fused])
+        for names in joined_in_block(family).values():
+            fused_shards_agree(formats, [f"{family.blocks}.{block}.{linear}" for linear in names])
         _require_experts(target, family, f"{family.blocks}.{block}.", formats)
     _require_uniform(target, formats)
     return formats
@@ -171,14 +171,6 @@ def _require_share(
         raise QtoolError(f"{name}: a weight [{n}, {k}] cannot be split over {gpus} GPUs")
     where = name if gpus == 1 else f"{name} on one of {gpus} GPUs"
     target.require(where, found, n // rows, k // columns)
-
-
-def _fused(family: Family) -> list[list[str]]:
-    """The linears of a block that loaders run as one: q, k and v; gate and up; and the like."""
-    attention, linears = family.attention, set(family.linears())
-    together = [[attention.q, attention.k, attention.v]] if attention else []
-    together += [[group.gate, group.source] for group in family.groups if group.gate]
-    return [names for names in together if linears.issuperset(names)] + [*joined(linears).values()]
 
 
 def _require_experts(

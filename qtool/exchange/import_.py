@@ -36,7 +36,8 @@ from qtool.models import family_of
 from qtool.models.architecture import Architecture
 from qtool.models.torch_defaults import torch_defaults
 from qtool.progress import Progress
-from qtool.runtime.dispatch import without_kernel
+from qtool.runtime.dispatch import not_served
+from qtool.runtime.packed_linears import PackedLinears
 from qtool.schemes import Params
 
 PERMUTATION = "permutation"
@@ -175,7 +176,7 @@ class Import(Conversion):
             "format_version": self.native.version,
             "source": self.source.identity(),
             "scheme": self.native.scheme,
-            **without_kernel(self.native),
+            **not_served(PackedLinears(self.source.config, self.native)),
             "imported from": {"format": self.foreign.name, "config": foreign},
             "versions": {"qtool": qtool.__version__},
         }

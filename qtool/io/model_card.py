@@ -111,8 +111,8 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
     by = "imported" if "imported from" in provenance else "quantized"
     what = f"`{of}` in {scheme}, {by} by qtool."
     serve = f"`vllm serve {fills['path']}` where `pip install 'qtool[vllm]'` was run."
-    if missing := provenance.get("without kernel"):
-        serve = f"vLLM cannot serve it: qtool has no kernel for {', '.join(missing)}."
+    if reason := provenance.get("not served"):
+        serve = f"vLLM cannot serve it: {reason}."
     return TEMPLATE.format(what=what, serve=serve, how=_how(provenance), **fills)
 
 

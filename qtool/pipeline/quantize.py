@@ -30,7 +30,8 @@ from qtool.pipeline.streaming.shards import Shards
 from qtool.pipeline.units import bytes_text
 from qtool.progress import Progress
 from qtool.recipes import Recipe
-from qtool.runtime.dispatch import without_kernel
+from qtool.runtime.dispatch import not_served
+from qtool.runtime.packed_linears import PackedLinears
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +267,7 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
         "format_version": job.format.version,
         "source": source.identity(),
         "scheme": job.format.scheme,
-        **without_kernel(job.format),
+        **not_served(PackedLinears(source.config, job.format)),
         "recipe": _methods(job),
         **_stored(job),
         "calibration": dict(calibration.facts),

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qtool.format import CheckpointFormat, LinearFormat
+from qtool.errors import QtoolError
+from qtool.format import LinearFormat
 from qtool.kernels.dtypes import FLOATS, HALF
+from qtool.runtime.packed_linears import PackedLinears
 
 if TYPE_CHECKING:
     from qtool.kernels.hopper.gemm import Operand, Weight
@@ -292,11 +294,17 @@ KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
 }
 
 
-def without_kernel(checkpoint_format: CheckpointFormat) -> dict[str, list[str]]:
-    """What qtool.json says of schemes and layouts that no kernel takes, so that no engine can."""
-    formats = [rule.format for rule in checkpoint_format.rules if rule.format]
+def not_served(linears: PackedLinears) -> dict[str, str]:
+    """What qtool.json says of a checkpoint that no engine can serve: why."""
+    formats = [rule.format for rule in linears.format.rules if rule.format]
     found = [f"{f.scheme} in {f.layout}" for f in formats if not KERNELS.get((f.scheme, f.layout))]
-    return {"without kernel": list(dict.fromkeys(found))} if found else {}
+    if found:
+        return {"not served": f"qtool has no kernel for {', '.join(dict.fromkeys(found))}"}
+    try:
+        linears.require_joined()
+    except QtoolError as error:
+        return {"not served": str(error)}
+    return {}
 
 
 def kernel_for(

@@ -8,9 +8,10 @@ import torch
 from qtool.errors import QtoolError
 from qtool.format import QUANT_METHOD, native_format
 from qtool.io.source import Checkpoint, read_config
+from qtool.runtime.packed_linears import PackedLinears
 from qtool.serving.kernel import require_kernel
 from qtool.serving.partition import require_shares
-from qtool.serving.stored import PackedLinears, require_stored
+from qtool.serving.stored import require_stored
 
 
 def require_gpus(count: int) -> None:
@@ -29,7 +30,7 @@ def require_gpus(count: int) -> None:
 def require_servable(
     directory: Path, tensor_parallel: int, capability: tuple[int, int] | None
 ) -> None:
-    """Refuse a damaged checkpoint, shares that are no tiles, a GPU without a kernel.
+    """Refuse linears that do not go together, a damaged file, odd shares, a GPU without a kernel.
 
     Args:
         capability: of the GPUs, as far as it is known. A model that is not native can be served.
@@ -41,6 +42,7 @@ def require_servable(
     if config.get("quantization_config", {}).get("quant_method") != QUANT_METHOD:
         return
     linears = PackedLinears(config, native_format(config))
+    linears.require_joined()
     require_stored(Checkpoint(directory), linears)
     require_shares_and_kernels(linears, tensor_parallel, capability)
 

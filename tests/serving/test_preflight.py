@@ -14,10 +14,10 @@ import qtool
 from qtool.errors import QtoolError
 from qtool.format import native_format
 from qtool.io.source import Checkpoint, read_config
+from qtool.runtime.packed_linears import PackedLinears
 from qtool.serving.preflight import require_gpus, require_servable, require_shares_and_kernels
-from qtool.serving.stored import PackedLinears
 from tests.models.tiny import save_tiny
-from tests.serving.conftest import FORMATS, Native, rewritten
+from tests.serving.conftest import FORMATS, Native, rewritten, rule
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -64,6 +64,41 @@ def test_the_text_model_of_a_wrapper_is_served(kind: str, tmp_path: Path) -> Non
         for c in (config, AutoConfig.from_pretrained(directory).to_dict())
     )
     assert ours == theirs and ours[0].startswith("model.language_model.layers.0.")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout", "variant", "part", "layer"),
+    [
+        ("w8a8", "row-major-8", "llama", "self_attn.v_proj", "self_attn.qkv_proj"),
+        ("w8a8", "row-major-8", "llama", "mlp.up_proj", "mlp.gate_up_proj"),
+        ("w8a8", "row-major-8", "mixtral", "experts.3.w3", "block_sparse_moe.experts"),
+        (None, None, "mixtral", "experts.[0-3].w2", "block_sparse_moe.experts"),
+    ],
+)
+def test_linears_that_engines_join_are_stored_alike(
+    native: Native, scheme: str | None, layout: str, variant: str, part: str, layer: str
+) -> None:
+    other = rule(scheme, layout, part) if scheme else {"match": part, "scheme": None}
+    directory = native(variant=variant, rules=[other, rule("w4a8-lqq", "dual-mma")])
+    with pytest.raises(QtoolError, match=rf"^model.layers.0.{layer}: ") as refused:
+        require_servable(directory, 1, HOPPER)
+    assert f"vLLM cannot serve it: {refused.value}." in (directory / "README.md").read_text()
+
+
+def test_permuted_inputs_of_experts_and_of_one_of_several(native: Native, tmp_path: Path) -> None:
+    experts = [f"block_sparse_moe.experts.{e}.{w}" for e in range(4) for w in ("w1", "w2", "w3")]
+    for variant, names, said in (
+        ("mixtral", experts, "experts with input permutations are not served"),
+        ("llama", ["self_attn.q_proj"], "some of its linears have an input permutation"),
+    ):
+        orders = {
+            f"model.layers.0.{name}.permutation": torch.arange(512, dtype=torch.int32)
+            for name in names
+        }
+        alike = native("w4ax-fmpq", "w4ax-interleaved", variant)
+        directory = rewritten(alike, tmp_path / variant, orders, permuted=names)
+        with pytest.raises(QtoolError, match=said):
+            require_servable(directory, 1, HOPPER)
 
 
 def test_a_damaged_checkpoint_names_the_tensor(native: Native, tmp_path: Path) -> None:

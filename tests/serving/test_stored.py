@@ -8,7 +8,8 @@ import torch
 from qtool.errors import QtoolError
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
-from qtool.serving.stored import PackedLinears, require_stored
+from qtool.runtime.packed_linears import PackedLinears
+from qtool.serving.stored import require_stored
 from tests.serving.conftest import Native, rewritten
 
 Q = "model.layers.0.self_attn.q_proj"

@@ -15,6 +15,7 @@ from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.io.source import Checkpoint
 from qtool.pipeline.verify import load_linear
+from qtool.serving.preflight import require_servable
 from qtool.serving.verify import layers
 from qtool.serving.vllm.config import QtoolConfig
 from tests.serving.conftest import FORMATS, Native, rewritten, rule
@@ -260,14 +261,27 @@ def test_different_permutations_are_applied_linear_by_linear(
         assert [row.problem for row in layers(model, Checkpoint(directory))] == [""] * 4
 
 
-def test_rules_must_not_part_what_vllm_joins(native: Native) -> None:
-    directory = native(
-        rules=[rule("w8a8", "row-major-8", r"\.q_proj$"), rule("w4a8-lqq", "dual-mma")]
-    )
-    with pytest.raises(
-        QtoolError, match=r"qkv_proj: the engine joins .*q_proj \(w8a8, .*k_proj \(w4a8-lqq"
-    ):
+@pytest.mark.parametrize(
+    ("variant", "parts", "said"),
+    [
+        ("llama", "q_proj", r"qkv_proj: the engine joins .*q_proj \(w8a8, .*k_proj \(w4a8-lqq"),
+        ("opt", "v_proj", r"qkv_proj: the engine joins .*q_proj \(w4a8-lqq, .*v_proj \(w8a8"),
+        ("qwen3", "up_proj", r"gate_up_proj: the engine joins .*gate_proj .*up_proj \(w8a8"),
+        ("mixtral", r"1\.w2", r"experts: the engine joins .*0.w2 .*1.w2 \(w8a8"),
+    ],
+)
+def test_rules_must_not_part_what_vllm_joins(
+    native: Native, variant: str, parts: str, said: str
+) -> None:
+    """vLLM, the check before it and the model card say so in the same words."""
+    rules = [rule("w8a8", "row-major-8", rf"\.{parts}$"), rule("w4a8-lqq", "dual-mma")]
+    directory = native(variant=variant, rules=rules)
+    with pytest.raises(QtoolError, match=said) as refused:
         loaded(directory)
+    with pytest.raises(QtoolError) as before:
+        require_servable(directory, 1, None)
+    assert str(before.value) == str(refused.value)
+    assert f"vLLM cannot serve it: {refused.value}." in (directory / "README.md").read_text()
 
 
 def test_a_model_that_is_not_quantized_is_refused() -> None:

@@ -25,7 +25,6 @@ from qtool.exchange.export_format import (
     TOKEN_INT8,
     ExportFormat,
     Formats,
-    joined,
     modules_in_16_bit,
     scheme_and_group,
 )
@@ -43,6 +42,7 @@ from qtool.exchange.formats.affine import (
 from qtool.exchange.import_format import Config, ImportFormat
 from qtool.format import LinearFormat
 from qtool.layouts.row_major import ROW_MAJOR
+from qtool.models.joined import joined
 from qtool.schemes import Params
 
 PACKED, INT = "pack-quantized", "int-quantized"

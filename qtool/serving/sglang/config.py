@@ -11,11 +11,11 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch import nn
 
 from qtool.errors import QtoolError
-from qtool.exchange.export_format import JOINED
 from qtool.format import QUANT_METHOD, CheckpointFormat
+from qtool.models.joined import JOINED
+from qtool.runtime.packed_linears import PackedLinears
 from qtool.serving.layer import PackedLinear
 from qtool.serving.sglang.parameters import TYPES
-from qtool.serving.stored import PackedLinears
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from qtool import __version__
 from qtool.errors import QtoolError
 from qtool.format import QUANT_METHOD, CheckpointFormat
 from qtool.io.source import INDEX, SINGLE, Checkpoint
-from qtool.serving.stored import PackedLinears, require_stored
+from qtool.runtime.packed_linears import PackedLinears
+from qtool.serving.stored import require_stored
 from qtool.serving.vllm import fusion
 from qtool.serving.vllm.kv import KVMethod, cache_tensors, choose_cache
 from qtool.serving.vllm.linear import QtoolLinearMethod
@@ -144,22 +145,8 @@ class QtoolConfig(QuantizationConfig):
         each = range(layer.global_num_experts)
         gate_up = [f"{parent}.{expert}.{role}" for expert in each for role in roles[:2]]
         down = [f"{parent}.{expert}.{roles[2]}" for expert in each]
-        formats = (
-            self.packed_linears.joined(prefix, gate_up),
-            self.packed_linears.joined(prefix, down),
-        )
-        if formats == (None, None):
+        formats = self.packed_linears.experts(prefix, gate_up, down)
+        if formats is None:
             return None
-        if formats[0] is None or formats[1] is None:
-            raise QtoolError(
-                f"{prefix}: some linears of its experts are packed, others have 16 bits"
-            )
-        if self.packed_linears.permuted(prefix, gate_up) or self.packed_linears.permuted(
-            prefix, down
-        ):
-            raise QtoolError(
-                f"{prefix}: experts with input permutations are not served; quantize without "
-                "reordering"
-            )
         names = {"w13": gate_up, "w2": down}
-        return QtoolExpertsMethod(prefix, layer, {"w13": formats[0], "w2": formats[1]}, names)
+        return QtoolExpertsMethod(prefix, layer, dict(zip(names, formats, strict=True)), names)

@@ -26,7 +26,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from qtool.errors import QtoolError
 from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.runtime.packed_kv import NEUTRAL, SCALES
-from qtool.serving.stored import PackedLinears, kv_names
+from qtool.runtime.packed_linears import PackedLinears
+from qtool.serving.stored import kv_names
 
 logger = init_logger(__name__)
 

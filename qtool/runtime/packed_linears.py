@@ -1,0 +1,172 @@
+"""Which linears of a model are packed, and what engines make of them."""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from qtool.errors import QtoolError
+from qtool.format import CheckpointFormat, LinearFormat
+from qtool.models import Family, Heads, family_of
+from qtool.models.joined import joined_in_block
+
+
+class PackedLinears:
+    """The linears of a model that its ``quantization_config`` stores packed.
+
+    A rule's pattern may match modules that are never quantized (routers, vision towers, heads of
+    speculative decoding): only the linears that the model's family names are.
+
+    Args:
+        config: config.json of the model, as a mapping; a multimodal model's whole one.
+    """
+
+    def __init__(self, config: Mapping[str, Any], checkpoint_format: CheckpointFormat) -> None:
+        self.format = checkpoint_format
+        self.family = family_of(config)
+        self.settings = self.family.settings(config)
+
+    def of(self, name: str) -> LinearFormat | None:
+        """The format of the linear ``name`` (as in the checkpoint), None if it has 16 bits."""
+        block, within = self._place(name)
+        if (
+            block is None
+            or not 0 <= block < len(self._linears)
+            or within not in self._linears[block]
+        ):
+            return None
+        return self.format.of(name)
+
+    def joined(self, layer: str, names: list[str]) -> LinearFormat | None:
+        """The one format of the linears ``names`` that an engine joins in ``layer``.
+
+        Raises:
+            QtoolError: if they differ.
+        """
+        formats = {name: self.of(name) for name in names}
+        first = formats[names[0]]
+        for name, other in formats.items():
+            if other != first:
+                raise QtoolError(
+                    f"{layer}: the engine joins {names[0]} ({_words(first)}) and {name} "
+                    f"({_words(other)}); they must have one scheme, group size and layout"
+                )
+        return first
+
+    def permuted(self, layer: str, names: list[str]) -> bool:
+        """Whether the linears of a joined layer store input permutations.
+
+        Raises:
+            QtoolError: if some do.
+        """
+        found = {self.format.is_permuted(name) for name in names}
+        if len(found) > 1:
+            raise QtoolError(f"{layer}: some of its linears have an input permutation, others none")
+        return found.pop()
+
+    def experts(
+        self, layer: str, gate_up: list[str], down: list[str]
+    ) -> tuple[LinearFormat, LinearFormat] | None:
+        """The formats of the two stacks that an engine makes of a block's experts; None: 16 bits.
+
+        Raises:
+            QtoolError: if linears of a stack differ, one stack alone is packed, or inputs are
+                permuted.
+        """
+        first, second = self.joined(layer, gate_up), self.joined(layer, down)
+        if first is None and second is None:
+            return None
+        if first is None or second is None:
+            raise QtoolError(
+                f"{layer}: some linears of its experts are packed, others have 16 bits"
+            )
+        if self.permuted(layer, gate_up) or self.permuted(layer, down):
+            raise QtoolError(
+                f"{layer}: experts with input permutations are not served; quantize without "
+                "reordering"
+            )
+        return first, second
+
+    def require_joined(self) -> None:
+        """Refuse linears that engines run as one and that are not stored alike.
+
+        Raises:
+            QtoolError: as an engine would, for the first layer that it joins.
+        """
+        for block in range(self.settings.num_hidden_layers):
+            family = self._block(block)
+            prefix = f"{self.family.blocks}.{block}."
+            for module, parts in joined_in_block(family).items():
+                names = [prefix + part for part in parts]
+                if self.joined(prefix + module, names):
+                    self.permuted(prefix + module, names)
+            routed = [group for group in family.groups if group.routed]
+            gate_up, down = (
+                [prefix + n for g in routed if g.writes_residual == last for n in g.linears]
+                for last in (False, True)
+            )
+            if gate_up and down:
+                self.experts(down[0].rsplit(".", 2)[0], gate_up, down)
+
+    def names(self) -> Iterator[str]:
+        """Full names of all of them."""
+        for block, linears in enumerate(self._linears):
+            yield from (
+                n for w in linears if self.format.of(n := f"{self.family.blocks}.{block}.{w}")
+            )
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """``(N, K)`` of the linear ``name``."""
+        block, within = self._place(name)
+        n, k = self._block(block or 0).shape(f"{within}.weight", self.settings)
+        return n, k
+
+    def share(self, name: str, ranks: int) -> tuple[tuple[int, ...], int, int]:
+        """What one of ``ranks`` GPUs has of the linear ``name``.
+
+        Returns:
+            Output channels of each linear that is joined in it, input channels, and among how many
+            ranks these are cut.
+
+        Raises:
+            QtoolError: what does not divide.
+        """
+        block, within = self._place(name)
+        family, (n, k) = self._block(block or 0), self.shape(name)
+        split = family.tensor_parallel(self.settings, ranks)
+        rows, columns = split[within]
+        parts = {within: n}
+        if within in family.fused and not family.fused_by_head:
+            sizes = {part: family.rows(part, self.settings) for part in family.fused[within]}
+            parts = {part: s.stop - s.start for part, s in sizes.items() if isinstance(s, slice)}
+        attention = family.attention
+        kv = {attention.k, attention.v} if attention else set()
+        heads = Heads.of(self.settings).kv
+        cuts = {part: min(ranks, heads) if part in kv else rows for part in parts}
+        if k % columns or any(size % cuts[part] for part, size in parts.items()):
+            raise QtoolError(
+                f"{name}: a weight [{n}, {k}] cannot be split over {ranks} GPUs; use a smaller "
+                "tensor-parallel size"
+            )
+        return tuple(size // cuts[part] for part, size in parts.items()), k // columns, columns
+
+    def _place(self, name: str) -> tuple[int | None, str]:
+        prefix = f"{self.family.blocks}."
+        block, _, within = name.removeprefix(prefix).partition(".")
+        return (int(block) if name.startswith(prefix) and block.isdigit() else None), within
+
+    def _block(self, block: int) -> Family:
+        return self.family.at(self.settings, block)
+
+    @cached_property
+    def _linears(self) -> list[dict[str, None]]:
+        """The linears of each block, in the family's order."""
+        each: dict[Family, dict[str, None]] = {}  # blocks alike are the same object
+        blocks = [self._block(block) for block in range(self.settings.num_hidden_layers)]
+        return [each.setdefault(block, dict.fromkeys(block.linears())) for block in blocks]
+
+
+def _words(linear_format: LinearFormat | None) -> str:
+    if linear_format is None:
+        return "16 bits"
+    size = linear_format.group_size or "channel"
+    return f"{linear_format.scheme}, group {size}, {linear_format.layout}"
