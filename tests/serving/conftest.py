@@ -1,5 +1,6 @@
 """Small native checkpoints of every scheme, wide enough to be cut among four ranks."""
 
+import importlib.util
 import json
 from collections.abc import Callable
 from functools import cache
@@ -18,6 +19,8 @@ from qtool.schemes import get
 from tests.conftest import save_model
 
 collect_ignore = ["models.py"]  # no test, and it needs vLLM
+if importlib.util.find_spec("vllm"):  # it sets vLLM's platform before any test's module asks for it
+    importlib.import_module("tests.serving.models")
 
 #: a rank of four has rows of 64 at least and columns of 128
 SHAPES: dict[str, Any] = {
