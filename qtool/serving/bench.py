@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from qtool.errors import QtoolError, require_positive, suggest
-from qtool.io.source import resolve
+from qtool.format import native_format
+from qtool.io.source import read_config, resolve
 from qtool.serving.vllm.engine import answers, engine, greedy, require_vllm
 from qtool.table import render
 
@@ -91,11 +92,13 @@ def bench_serve(
         tensor_parallel: GPUs that each engine splits its model over.
 
     Raises:
-        QtoolError: for an unknown baseline, or if the engine of the checkpoint stops.
+        QtoolError: for an unknown baseline or a model that is not native, or if the engine of the
+            checkpoint stops.
     """
     for name in against:
         if name not in BASELINES:
             raise QtoolError(f"--against {name}: {suggest(name, BASELINES)}")
+    native_format(read_config(directory))
     require_vllm(directory, tensor_parallel)
     with tempfile.TemporaryDirectory() as folder:
         engines = _engines(directory, against, Path(folder), tensor_parallel)

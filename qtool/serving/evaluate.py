@@ -7,7 +7,6 @@ torch.compile, CUDA graphs and its own cache, on any number of GPUs.
 
 import math
 import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +14,6 @@ from unittest.mock import patch
 from torch import Tensor
 from transformers import AutoConfig
 
-from qtool.errors import QtoolError
 from qtool.eval.engine import Engine
 from qtool.models import Heads
 from qtool.models.architecture import context_length
@@ -25,6 +23,7 @@ from qtool.serving.vllm.engine import (
     answers,
     engine,
     greedy,
+    installed,
     prompt_scores,
 )
 
@@ -81,10 +80,7 @@ class VllmModel(Engine):
 
     @classmethod
     def version(cls) -> str:
-        try:
-            return f"vllm {version('vllm')}"
-        except PackageNotFoundError:
-            raise QtoolError("vLLM is needed: pip install 'qtool[vllm]'") from None
+        return f"vllm {installed()}"
 
     def nll(self, windows: Tensor) -> list[float]:
         found = answers(self.llm, windows.tolist(), greedy(1, prompt_scores=True))

@@ -28,7 +28,7 @@ def require_gpus(count: int) -> None:
 
 
 def require_servable(
-    directory: Path, tensor_parallel: int, capability: tuple[int, int] | None
+    directory: Path, tensor_parallel: int, capability: tuple[int, int] | None = None
 ) -> None:
     """Refuse linears that do not go together, a damaged file, odd shares, a GPU without a kernel.
 

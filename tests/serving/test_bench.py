@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from qtool.cli import cli
 from qtool.errors import QtoolError
+from qtool.io.source import DEMO
 from qtool.serving import bench
 from tests.serving.conftest import Native
 
@@ -60,9 +61,11 @@ def test_a_checkpoint_with_a_quantized_cache_keeps_it(
     assert {row.engine for row in rows} == {"qtool w4a8-lqq kv4", "fp8"}
 
 
-def test_wrong_names_are_refused(native: Native) -> None:
+def test_wrong_names_and_models_are_refused(native: Native) -> None:
     with pytest.raises(QtoolError, match="--against fp9: "):
         list(bench.bench_serve(native(), against=["fp9"]))
+    with pytest.raises(QtoolError, match="the model is not quantized"):
+        list(bench.bench_serve(DEMO))
 
 
 def test_a_baseline_that_does_not_start_is_left_out(

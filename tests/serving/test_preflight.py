@@ -16,6 +16,7 @@ from qtool.format import native_format
 from qtool.io.source import Checkpoint, read_config
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.serving.preflight import require_gpus, require_servable, require_shares_and_kernels
+from qtool.serving.vllm import engine
 from tests.models.tiny import save_tiny
 from tests.serving.conftest import FORMATS, Native, rewritten, rule
 
@@ -129,6 +130,22 @@ def test_a_machine_without_vllm(native: Native) -> None:
     for call in calls:
         with pytest.raises(QtoolError, match=r"vLLM is needed: pip install 'qtool\[vllm\]'"):
             call()
+
+
+def test_what_needs_no_vllm_is_said_before_it_is_imported(
+    native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The import takes a minute."""
+    monkeypatch.setattr(engine, "version", lambda name: "0.26.0")
+    monkeypatch.setitem(sys.modules, "vllm", None)  # which ends its import
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(QtoolError, match="on 2 NVIDIA GPUs; this machine has 1"):
+        engine.require_vllm(native(), 2)
+    parted = [rule("w8a8", "row-major-8", "v_proj"), rule("w4a8-lqq", "dual-mma")]
+    with pytest.raises(QtoolError, match="the engine joins"):
+        engine.require_vllm(native(rules=parted), 1)
+    with pytest.raises(QtoolError, match="vLLM is needed"):
+        engine.require_vllm(native(), 1)
 
 
 def test_an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

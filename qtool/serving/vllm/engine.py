@@ -1,12 +1,14 @@
 """vLLM's ``LLM`` of a model directory: it is given token ids and gives ids and scores back."""
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from qtool.errors import QtoolError
 from qtool.serving.preflight import require_gpus, require_servable
 
+NEEDED = "vLLM is needed: pip install 'qtool[vllm]'"
 #: beside ``kv_cache_memory_bytes``: vLLM asks for this share of the memory at the start only
 FIXED_CACHE: dict[str, Any] = {"gpu_memory_utilization": 0.02}
 
@@ -49,24 +51,40 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
 def require_vllm(directory: Path, tensor_parallel: int) -> None:
     """Refuse what cannot be served, before anything is loaded; the plugin is registered after it.
 
+    vLLM takes a minute to import: what can be said without it is said first.
+
     Raises:
         QtoolError: vLLM is not installed or too old, or the GPUs are too few, or what
             :func:`qtool.serving.preflight.require_servable` refuses.
     """
     from qtool.serving.vllm.plugin import register
 
+    installed()
+    require_gpus(tensor_parallel)
+    require_servable(directory, tensor_parallel)
     # stdout is for results; vLLM's own voice is heard where something is wrong
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         register()
     except ImportError as error:
-        raise QtoolError(f"vLLM is needed: pip install 'qtool[vllm]' ({error})") from error
+        raise QtoolError(f"{NEEDED} ({error})") from error
     from vllm.platforms import current_platform  # asked without a context on the GPU
 
-    require_gpus(tensor_parallel)
     found = current_platform.get_device_capability()
     require_servable(directory, tensor_parallel, found and (found.major, found.minor))
+
+
+def installed() -> str:
+    """The version of vLLM, which is not imported.
+
+    Raises:
+        QtoolError: it is not installed.
+    """
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        raise QtoolError(NEEDED) from None
 
 
 def greedy(tokens: int, *, prompt_scores: bool = False) -> Any:
