@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
+from qtool.io.finite import require_finite
 from qtool.runtime.dispatch import Call, Kernel
 from qtool.serving.kernel import Gemm, compile_kernels, serving_kernel
 from qtool.serving.partition import Axes, axes, require_shares
@@ -119,13 +120,15 @@ class PackedLinear:
         """Check that everything was loaded, leave plain parameters, compile the kernels.
 
         Raises:
-            QtoolError: for a tensor that the checkpoint did not have.
+            QtoolError: for a tensor that the checkpoint did not have, or a scale of NaN or Inf.
         """
         stored = {}
         for name in self.axes:
             parameter = getattr(layer, name)
             parameter.weight_loader.require(f"{self.name}.{name}", len(self.names))
             stored[name] = parameter.data
+            if stored[name].is_floating_point():
+                require_finite(f"{self.name}.{name}", stored[name])
             delattr(layer, name)
         self.pieces = []
         for number, tensors in enumerate(found := self._split(stored)):

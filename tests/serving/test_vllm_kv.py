@@ -171,6 +171,16 @@ def test_absent_scales_are_named(native: Native, tmp_path: Path, on_cuda: None) 
         loaded(rewritten(directory, tmp_path / "narrow", narrow), dtype="bfloat16")
 
 
+def test_key_offsets_that_are_not_finite_are_refused(
+    native: Native, tmp_path: Path, on_cuda: None
+) -> None:
+    directory, tensors = quantized(native, tmp_path, "kv4")
+    name = "model.layers.0.self_attn.k_offset"
+    damaged = {name: tensors["k_offset"] * float("nan")}
+    with pytest.raises(QtoolError, match=r"k_offset: holds 256 NaN or Inf values"):
+        loaded(rewritten(directory, tmp_path / "damaged", damaged), dtype="bfloat16")
+
+
 def spec_of(name: str, dim: int = DIM, heads: int = HEADS, tokens: int = TOKENS) -> Any:
     """What vLLM makes of a layer that keeps ``name``, before a backend is asked."""
     dtype = PAGES.CACHE_DTYPES[name]

@@ -324,6 +324,39 @@ def test_a_tensor_that_never_came_is_named(native: Native, monkeypatch: pytest.M
         loaded(native())
 
 
+@pytest.mark.parametrize(
+    ("scheme", "layout", "variant", "tensor", "layer"),
+    [
+        ("w4a8-lqq", "dual-mma", "llama", "self_attn.k_proj.s1", "self_attn.qkv_proj.s1"),
+        ("w4a16", "marlin", "llama", "mlp.down_proj.scale", "mlp.down_proj.scale"),
+        (
+            "w8a8",
+            "row-major-8",
+            "mixtral",
+            "block_sparse_moe.experts.2.w3.scale",
+            "block_sparse_moe.experts.w13_scale",
+        ),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite_are_refused(
+    native: Native,
+    tmp_path: Path,
+    scheme: str,
+    layout: str,
+    variant: str,
+    tensor: str,
+    layer: str,
+    value: float,
+) -> None:
+    directory = native(scheme, layout, variant)
+    stored = Checkpoint(directory).read(f"model.layers.0.{tensor}").clone()
+    stored.view(-1)[-1] = value
+    damaged = rewritten(directory, tmp_path / "damaged", {f"model.layers.0.{tensor}": stored})
+    with pytest.raises(QtoolError, match=rf"layers\.0\.{layer}: holds 1 NaN or Inf values"):
+        loaded(damaged)
+
+
 def test_what_a_kv_cache_stores_is_not_loaded(native: Native, tmp_path: Path) -> None:
     each = torch.ones(4, 64)
     for kv, names in {"kv8": ("k_scale", "v_scale"), "kv4": ("k_offset", "k_importance")}.items():

@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from qtool.errors import QtoolError
+from qtool.io.finite import require_finite
 from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.runtime.packed_kv import NEUTRAL, SCALES
 from qtool.runtime.packed_linears import PackedLinears
@@ -150,8 +151,10 @@ class KVMethod(BaseKVCacheMethod):
         return load
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Refuse scales that are absent or damaged."""
+        """Refuse scales that are absent, and what is damaged."""
         if self.quantizer != "kv8":
+            for name in NEUTRAL:
+                require_finite(f"{self.prefix}.{name}", getattr(layer, PREFIX + name))
             return
         for name in SCALES:
             scale = getattr(layer, PREFIX + name)

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
+from qtool.io.finite import require_finite
 from qtool.kernels.experts.route import MOST_EXPERTS
 from qtool.runtime.dispatch import Call, Kernel
 from qtool.runtime.experts import ExpertStack, grouped_experts
@@ -153,7 +154,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         """Check that everything was loaded and fits together; compile the kernels.
 
         Raises:
-            QtoolError: for what the checkpoint did not have.
+            QtoolError: for what the checkpoint did not have, or a scale of NaN or Inf.
         """
         self.parts: dict[str, list[str]] = {}
         for stack, shards in STACKS.items():
@@ -171,6 +172,8 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
                     )
                 parameter = getattr(layer, f"{stack}_{part}")
                 tensor = parameter.data
+                if tensor.is_floating_point():
+                    require_finite(f"{self.name}.{stack}_{part}", tensor)
                 if axis.output is None:
                     if not torch.equal(tensor, tensor[:, :1].expand_as(tensor)):
                         raise QtoolError(
