@@ -15,7 +15,8 @@ from typing import Any
 
 from qtool.errors import CheckFailed
 
-RECORD = "qtool.json"
+RECORD, CONFIG = "qtool.json", "config.json"
+CHANGED = "the file's sha256 is not the one recorded when it was written"
 UNREADABLE = "missing or damaged: the shards' hashes cannot be checked"
 
 
@@ -67,7 +68,7 @@ def require_file_intact(path: Path, recorded: str | None) -> None:
     Raises:
         CheckFailed: naming the file.
     """
-    if recorded is not None and _sha256(path) != recorded:
+    if recorded is not None and sha256_of(path) != recorded:
         raise CheckFailed(
             f"{path}: its sha256 is not the one that qtool.json recorded when it was written; "
             "the file is damaged: quantize again, or copy it again from where it is whole"
@@ -81,15 +82,26 @@ def damaged_shards(directory: Path) -> Iterator[tuple[str, str]]:
         yield RECORD, UNREADABLE
         return
     with ThreadPoolExecutor(min(len(recorded), os.cpu_count() or 1) or 1) as pool:
-        found = pool.map(_sha256, (directory / Path(shard).name for shard in recorded))
+        found = pool.map(sha256_of, (directory / Path(shard).name for shard in recorded))
         for (shard, expected), digest in zip(recorded.items(), found, strict=True):
             if digest is None:
                 yield shard, "the file is missing"
             elif digest != expected:
-                yield shard, "the file's sha256 is not the one recorded when it was written"
+                yield shard, CHANGED
 
 
-def _sha256(path: Path) -> str | None:
+def changed_config(directory: Path) -> Iterator[tuple[str, str]]:
+    """``(file, problem)`` where config.json is not what was written, though it may be on purpose.
+
+    Loading takes it as it is: contexts are lengthened by an entry there.
+    """
+    recorded = read_record(directory).get(CONFIG)
+    if recorded is not None and sha256_of(directory / CONFIG) != recorded:
+        yield CONFIG, CHANGED
+
+
+def sha256_of(path: Path) -> str | None:
+    """sha256 of the file ``path``; None where there is none."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
-from qtool.io.integrity import RECORD, read_record
+from qtool.io.integrity import CONFIG, RECORD, read_record, sha256_of
 from qtool.io.model_card import model_card
 from qtool.io.safetensors import Entry, read_header, write, write_json
 from qtool.io.source import BASE_CARD, CARD, INDEX
@@ -286,8 +286,9 @@ class Output:
         provenance.setdefault(
             "blocks", [self.records[shard]["notes"] for shard in range(2, self.shards)]
         )
+        write_json(self.partial / CONFIG, config)
+        provenance[CONFIG] = sha256_of(self.partial / CONFIG)
         write_json(self.partial / RECORD, provenance)
-        write_json(self.partial / "config.json", config)
         if self.directory.exists():
             self.directory.rmdir()  # it is empty: checked at the start
         self.partial.rename(self.directory)

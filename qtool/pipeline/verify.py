@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat, native_format
-from qtool.io.integrity import damaged_shards
+from qtool.io.integrity import changed_config, damaged_shards
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.torch_defaults import torch_defaults
@@ -32,7 +32,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Verified:
-    """The outcome for one linear (or one shard file): ``problem`` is empty if all checks passed.
+    """The outcome for one linear (or one file): ``problem`` is empty if all checks passed.
 
     ``ran`` names the arithmetic that computed the output, ``error`` its distance to the reference.
     """
@@ -44,7 +44,7 @@ class Verified:
 
 
 def verify(directory: Path, *, device: str | torch.device = "cpu") -> Iterator[Verified]:
-    """Check all shards and all packed linears of the native checkpoint in ``directory``.
+    """Check config.json, shards and packed linears of the native checkpoint in ``directory``.
 
     A checkpoint in which nothing is quantized is a problem too.
 
@@ -53,6 +53,7 @@ def verify(directory: Path, *, device: str | torch.device = "cpu") -> Iterator[V
     """
     where, checkpoint = require_device(device), Checkpoint(directory)
     checkpoint_format = native_format(checkpoint.config)
+    yield from (Verified(file, problem) for file, problem in changed_config(directory))
     yield from (Verified(shard, problem) for shard, problem in damaged_shards(directory))
     yield from _kv_scales(checkpoint, checkpoint_format.kv)
     stored = packed_linears(checkpoint)

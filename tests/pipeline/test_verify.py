@@ -16,6 +16,7 @@ from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.verify import verify
 from qtool.runtime.linear import QuantLinear
+from qtool.runtime.load import load
 from tests.conftest import MakeModel
 
 
@@ -51,6 +52,20 @@ def test_other_bytes_for_the_same_codes(
 
     monkeypatch.setattr(LinearFormat, "pack", wrong)
     assert problems() == {"packing the unpacked s2 does not give the stored bytes"}
+
+
+def test_a_config_that_was_edited(make_model: MakeModel, tmp_path: Path) -> None:
+    """What is computed with it is another model; it still loads, as it may be meant."""
+    native = quantize(Checkpoint(make_model()), recipes.load("w4a8-lqq"), tmp_path / "native")
+    config = json.loads((native / "config.json").read_text())
+    (native / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    bad = [(row.name, row.problem) for row in verify(native) if row.problem]
+    assert bad == [("config.json", "the file's sha256 is not the one recorded when it was written")]
+    load(native)
+    record = json.loads((native / "qtool.json").read_text())
+    del record["config.json"]  # as an earlier qtool wrote it
+    (native / "qtool.json").write_text(json.dumps(record))
+    assert not [row for row in verify(native) if row.problem]
 
 
 @pytest.mark.parametrize(
