@@ -115,7 +115,7 @@ def quantize(
             drawn = _prepare(output, source, specs, job, calibration)
             record.write()
             tokens = drawn.tokens if job.needs_data else ()
-            with _noting_refusal(output):
+            with _noting_refusal(output, record):
                 shards = Shards(source, job, output, where, record, phases, progress)
                 shards.make(tokens, activations)
                 source.require_unchanged(output.identity["source model"])
@@ -154,8 +154,11 @@ def _require_model(source: Checkpoint, job: Job) -> None:
 
 
 @contextmanager
-def _noting_refusal(output: Output) -> Iterator[None]:
-    """Note where the work is refused for a reason that resuming it cannot change."""
+def _noting_refusal(output: Output, record: RunRecord) -> Iterator[None]:
+    """Note where the work is refused for a reason that resuming it cannot change.
+
+    Where nothing was written yet, nothing is left.
+    """
     try:
         yield
     except Interrupted:
@@ -163,6 +166,8 @@ def _noting_refusal(output: Output) -> Iterator[None]:
     except QtoolError:
         output.note_refusal()
         output.discard_empty()
+        if not output.partial.exists():
+            record.path.unlink(missing_ok=True)
         raise
 
 
