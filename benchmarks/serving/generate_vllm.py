@@ -56,23 +56,10 @@ def answer(model: Any, ids: torch.Tensor, tokens: int) -> dict[str, Any]:
     """Continuations ``[P, T]``, the gap of the two best logits at each token, log-probabilities of
     the prompts.
     """
-    whole = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    best = torch.stack([step.float().topk(2).values for step in whole.logits], 1)  # [P, T, 2]
-    return {
-        "tokens": whole.sequences[:, ids.shape[1] :].tolist(),
-        "gaps": (best[..., 0] - best[..., 1]).tolist(),
-        "scores": scores_of(model, ids).tolist(),
-    }
+    from qtool.serving.verify import greedy_continuations
+
+    continued, gaps = greedy_continuations(model, ids, tokens)
+    return {"tokens": continued, "gaps": gaps, "scores": scores_of(model, ids).tolist()}
 
 
 def scores_of(model: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -208,6 +208,23 @@ def our_answer(directory: Path, prompts: list[list[int]], tokens: int) -> Answer
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ids = torch.tensor(prompts, device=device)
     model: Any = text_model(load(directory, device=device))
+    continued, gaps = greedy_continuations(model, ids, tokens)
+    scores = _our_scores(model, ids)
+    del model
+    float_model = load(directory, device=device, dtype=torch.float32)
+    exact = _our_scores(text_model(float_model), ids)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return Answer(scores, continued, gaps, (scores - exact).abs())
+
+
+def greedy_continuations(
+    model: Any, ids: Tensor, tokens: int
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy continuations ``[P, T]`` of ``ids [P, S]`` by transformers' ``generate``.
+
+    Beside them, for each token, how far apart the two best logits were.
+    """
     whole = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -220,18 +237,8 @@ def our_answer(directory: Path, prompts: list[list[int]], tokens: int) -> Answer
         return_dict_in_generate=True,
     )
     best = torch.stack([step.float().topk(2).values for step in whole.logits], 1)  # [P, T, 2]
-    scores = _our_scores(model, ids)
-    del model
-    float_model = load(directory, device=device, dtype=torch.float32)
-    exact = _our_scores(text_model(float_model), ids)
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    return Answer(
-        scores,
-        whole.sequences[:, ids.shape[1] :].tolist(),
-        (best[..., 0] - best[..., 1]).tolist(),
-        (scores - exact).abs(),
-    )
+    gaps = best[..., 0] - best[..., 1]
+    return whole.sequences[:, ids.shape[1] :].tolist(), gaps.tolist()
 
 
 def _our_scores(model: Any, ids: Tensor) -> Tensor:
