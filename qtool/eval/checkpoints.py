@@ -70,7 +70,7 @@ class _Settings:
                 model = load_model()
                 return Results([result for task in tasks for result in task.evaluate(model)])
             facts = saved.environment(self.device, kv, self.dtype, self.engine)
-            return saved.results(tasks, saved.identity(directory), load_model, self.store, facts)
+            return saved.results(tasks, directory, load_model, self.store, facts)
 
     def _load(
         self,

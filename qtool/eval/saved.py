@@ -2,9 +2,10 @@
 
 A saved result is used again only where everything is equal: the model (:func:`identity`), the
 questions and the arithmetic (:class:`qtool.eval.evaluate.LoadedTask`), the kind of device and the
-versions that computed it. The file is written after each task, so an interrupted evaluation
-continues where it was. A baseline's results are saved in the file of the model that is compared
-with it; the baseline's own directory is never written. The model card shows the model's results.
+versions that computed it. Shards whose sizes and times are not those of a saved result, as after a
+copy, are hashed first. The file is written after each task, so an interrupted evaluation continues
+where it was. A baseline's results are saved in the file of the model that is compared with it; the
+baseline's own directory is never written. The model card shows the model's results.
 """
 
 import fcntl
@@ -12,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from qtool.eval.compare import table
 from qtool.eval.engine import Engine, Model
 from qtool.eval.evaluate import LoadedTask
 from qtool.eval.results import Results, TaskResult, from_json, json_safe
-from qtool.io.integrity import recorded_hashes
+from qtool.io.integrity import recorded_hashes, require_intact
 from qtool.io.model_card import with_results
 from qtool.io.safetensors import write_atomic, write_json
 from qtool.io.source import CARD, Checkpoint
@@ -38,11 +39,15 @@ SHOWN = ("device", "engine", "kv", "dtype", "deterministic", "seqlen", "limit", 
 
 @dataclass(frozen=True)
 class SavedResult:
-    """Results ``tasks`` of the model with identity ``model``, computed under ``facts``."""
+    """Results ``tasks`` of the model with identity ``model``, computed under ``facts``.
+
+    ``files`` is the :func:`files_seen` of the model's directory when its hashes were last checked.
+    """
 
     model: str
     facts: dict[str, Any]
     tasks: list[TaskResult]
+    files: str = ""
 
 
 def identity(directory: Path) -> str:
@@ -56,6 +61,13 @@ def identity(directory: Path) -> str:
         return Checkpoint(directory).fingerprint()
     hashes = json.dumps(recorded, sort_keys=True).encode()
     return hashlib.sha256(config.read_bytes() + hashes).hexdigest()
+
+
+def files_seen(directory: Path) -> str:
+    """A hash of the names, sizes and modification times of the shards; it reads none of them."""
+    shards = [(path.name, path.stat()) for path in sorted(directory.glob("*.safetensors"))]
+    facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in shards]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def environment(
@@ -94,7 +106,12 @@ def read(directory: Path) -> list[SavedResult]:
     try:
         found = json.loads(path.read_text())[RESULTS]
         return [
-            SavedResult(s["model"], s["facts"], from_json(json.dumps({"tasks": s["tasks"]})).tasks)
+            SavedResult(
+                s["model"],
+                s["facts"],
+                from_json(json.dumps({"tasks": s["tasks"]})).tasks,
+                s.get("files", ""),
+            )
             for s in found
         ]
     except (OSError, ValueError, KeyError, TypeError, QtoolError) as error:
@@ -136,30 +153,37 @@ def _show(directory: Path) -> None:
 
 def results(
     tasks: Sequence[LoadedTask],
-    model: str,
+    directory: Path,
     load: Callable[[], Model],
     store: Path,
     environment: dict[str, str],
 ) -> Results:
-    """The results of ``tasks`` on the model with identity ``model``.
+    """The results of ``tasks`` on the model in ``directory``.
 
     The model is loaded only if a result is not saved in ``store``.
 
     Raises:
         QtoolError: ``store`` cannot be written, or holds a damaged file.
+        CheckFailed: a shard is not what qtool wrote any more.
     """
     if not os.access(store, os.W_OK):
         raise QtoolError(
             f"{store} is not writable: results cannot be kept in its {FILE}; "
             "evaluate without --save"
         )
-    known, loaded, found = read(store), None, []
+    model, files = identity(directory), files_seen(directory)
+    known = [s for s in read(store) if s.model == model]
+    if all(s.files != files for s in known):
+        require_intact(directory)
+        for one in known:
+            save(store, replace(one, files=files))
+    loaded, found = None, []
     for task in tasks:
         facts = task.facts | environment
-        saved = next((s for s in known if (s.model, s.facts) == (model, facts)), None)
+        saved = next((s for s in known if s.facts == facts), None)
         if saved is None:
             loaded = loaded or load()
-            saved = SavedResult(model, facts, task.evaluate(loaded))
+            saved = SavedResult(model, facts, task.evaluate(loaded), files)
             save(store, saved)
         found += saved.tasks
     return Results(found)

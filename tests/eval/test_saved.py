@@ -3,7 +3,9 @@ mixed.
 """
 
 import copy
+import hashlib
 import json
+import os
 import shutil
 from functools import partial
 
@@ -11,7 +13,7 @@ import pytest
 from tokenizers import processors
 from transformers import ByT5Tokenizer
 
-from qtool.errors import QtoolError
+from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.eval.evaluate import LoadedTask, evaluate, load_tasks
 from qtool.eval.results import Metric, TaskResult
@@ -30,10 +32,18 @@ def data_dir(tmp_path):
     return tmp_path
 
 
+def checkpoint(directory, shard=b"weights"):
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "a.safetensors").write_bytes(shard)
+    recorded = {"shards": {"a.safetensors": hashlib.sha256(shard).hexdigest()}}
+    (directory / "qtool.json").write_text(json.dumps(recorded))
+    return directory
+
+
 @pytest.fixture
 def store(tmp_path):
-    (tmp_path / "model").mkdir()
-    return tmp_path / "model"
+    return checkpoint(tmp_path / "model")
 
 
 def refuse():
@@ -42,13 +52,13 @@ def refuse():
 
 def test_the_second_time_needs_no_model_and_gives_the_same(model, tokenizer, data_dir, store):
     asked = load_tasks(["c4", "mine"], tokenizer, data_dir=data_dir, seqlen=20)
-    first = saved.results(asked, "m", lambda: model, store, CPU)
+    first = saved.results(asked, store, lambda: model, store, CPU)
     assert first == evaluate(["c4", "mine"], model, tokenizer, data_dir=data_dir, seqlen=20)
-    assert saved.results(asked, "m", refuse, store, CPU) == first
+    assert saved.results(asked, store, refuse, store, CPU) == first
     assert (
-        saved.results(load_tasks(["mine"], tokenizer, data_dir=data_dir), "m", refuse, store, CPU)[
-            "mine"
-        ]
+        saved.results(
+            load_tasks(["mine"], tokenizer, data_dir=data_dir), store, refuse, store, CPU
+        )["mine"]
         == first["mine"]
     )
 
@@ -59,14 +69,20 @@ def test_the_second_time_needs_no_model_and_gives_the_same(model, tokenizer, dat
 )
 def test_another_question_is_asked_anew(model, tokenizer, data_dir, store, options):
     saved.results(
-        load_tasks(["c4"], tokenizer, data_dir=data_dir, seqlen=20), "m", lambda: model, store, CPU
+        load_tasks(["c4"], tokenizer, data_dir=data_dir, seqlen=20),
+        store,
+        lambda: model,
+        store,
+        CPU,
     )
     (data_dir / "c4.txt").write_text(options.pop("text", TEXT))
-    name, device = options.pop("model", "m"), {"device": options.pop("on", "cpu")}
+    other = checkpoint(data_dir / "other", b"other weights")
+    asked_of = other if options.pop("model", None) else store
+    device = {"device": options.pop("on", "cpu")}
     asked = load_tasks(["c4"], tokenizer, data_dir=data_dir, **{"seqlen": 20, **options})
     with pytest.raises(AssertionError, match="the model was loaded"):
-        saved.results(asked, name, refuse, store, device)
-    saved.results(asked, name, lambda: model, store, device)
+        saved.results(asked, asked_of, refuse, store, device)
+    saved.results(asked, asked_of, lambda: model, store, device)
     assert len(saved.read(store)) == 2
 
 
@@ -112,8 +128,8 @@ def test_an_interruption_keeps_what_is_finished(store):
         LoadedTask("two", {"task": "two"}, interrupt),
     ]
     with pytest.raises(KeyboardInterrupt):
-        saved.results(asked, "m", lambda: object(), store, CPU)
-    assert saved.results(asked[:1], "m", refuse, store, CPU)["one"].samples == 9
+        saved.results(asked, store, lambda: object(), store, CPU)
+    assert saved.results(asked[:1], store, refuse, store, CPU)["one"].samples == 9
 
 
 def test_processes_that_save_at_once_lose_nothing(store):
@@ -136,11 +152,32 @@ def test_a_damaged_file_is_named(store):
         saved.read(store)
 
 
-def test_identity_survives_a_copy_and_tells_other_bytes(store):
-    (store / "config.json").write_text("{}")
-    (store / "qtool.json").write_text(json.dumps({"shards": {"a": "1"}}))
-    copy = store.with_name("copy")
+def test_identity_survives_a_copy_and_tells_other_bytes(store, tmp_path):
+    copy = tmp_path / "copy"
     shutil.copytree(store, copy)
     assert saved.identity(copy) == saved.identity(store)
-    (copy / "qtool.json").write_text(json.dumps({"shards": {"a": "2"}}))
-    assert saved.identity(copy) != saved.identity(store)
+    other = checkpoint(tmp_path / "other", b"other weights")
+    assert saved.identity(other) != saved.identity(store)
+
+
+def test_a_changed_shard_is_noticed_and_a_copy_keeps_its_results(store, tmp_path, monkeypatch):
+    """Whether it is of another size or only of another time; hashes are checked once."""
+    result = TaskResult("one", "zero_shot", "f", 9, {"acc": Metric(0.5, 0.1, True)})
+    asked = [LoadedTask("one", {"task": "one"}, lambda _: [result])]
+    shard = store / "a.safetensors"
+    shard.write_bytes(b"changed")
+    with pytest.raises(CheckFailed, match=r"a\.safetensors: the file's sha256"):  # none saved yet
+        saved.results(asked, store, refuse, store, CPU)
+    shard.write_bytes(b"weights")
+    saved.results(asked, store, lambda: object(), store, CPU)
+    for wrong in (b"changed", b"longer than it was"):
+        shard.write_bytes(wrong)
+        os.utime(shard, ns=(1, len(wrong)))
+        with pytest.raises(CheckFailed, match=r"a\.safetensors: the file's sha256"):
+            saved.results(asked, store, refuse, store, CPU)
+    shard.write_bytes(b"weights")
+    os.utime(shard, ns=(1, 1))
+    assert saved.results(asked, store, refuse, store, CPU)["one"] == result
+    monkeypatch.setattr(saved, "require_intact", None)
+    assert saved.results(asked, store, refuse, store, CPU)["one"] == result
+    assert len(saved.read(store)) == 1
