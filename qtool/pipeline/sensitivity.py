@@ -2,19 +2,19 @@
 
 A group is the linears of a block that read one input, which engines run as one. Its cost in a
 scheme is the KL divergence of the model's output from the float model's, in nats a token, with only
-that group rounded to nearest; the costs of several groups are taken to add up. From the smallest
-scheme everywhere, the change that saves most divergence a bit, of those that the budget has room
-for, is made until it has room for none: the greedy solution of the multiple-choice knapsack (Sinha
-and Zoltners, 1979).
+that group rounded to nearest; the costs of several groups are taken to add up. The choice is then a
+multiple-choice knapsack (Sinha and Zoltners, 1979), solved exactly for the budget. The curve beside
+it is that of the greedy algorithm, each point of which is the best one for its own bits.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,8 @@ class Sensitivity:
     """A recipe and its point.
 
     Attributes:
-        curve: from the smallest choice for all groups on, through the chosen point.
+        curve: from the smallest choice for all groups on, through the chosen point; no choice of so
+            few bits is predicted to diverge less than a point of it.
         uniform: each choice for all groups. options: of each group.
     """
 
@@ -123,29 +124,71 @@ def recipes_of(choices: Sequence[str]) -> dict[str, Recipe | None]:
     return found
 
 
-def allocations(
-    options: Mapping[Group, Sequence[Option]], budget: float
-) -> Iterator[dict[Group, Option]]:
+def allocations(options: Mapping[Group, Sequence[Option]]) -> Iterator[dict[Group, Option]]:
     """From the smallest option of every group on, each time the change that saves most a bit.
 
-    As long as some changes stay within ``budget`` bits, it is one of them.
+    These are the vertices of the lower convex hull of all allocations: none of so few bits has less
+    divergence.
     """
     chosen = {
         group: min(of, key=lambda option: (option.bits, option.kl)) for group, of in options.items()
     }
     while True:
         yield dict(chosen)
-        left = budget - sum(option.bits for option in chosen.values())
         changes = [
-            (more <= left, (chosen[group].kl - option.kl) / more, group, option)
+            ((chosen[group].kl - option.kl) / more, group, option)
             for group, of in options.items()
             for option in of
             if (more := option.bits - chosen[group].bits) > 0 and option.kl < chosen[group].kl
         ]
         if not changes:
             return
-        *_, group, option = max(changes, key=lambda change: change[:2])
+        _, group, option = max(changes, key=lambda change: change[0])
         chosen[group] = option
+
+
+def best_allocation(
+    options: Mapping[Group, Sequence[Option]], budget: float
+) -> dict[Group, Option]:
+    """The allocation of least divergence within ``budget`` bits.
+
+    It is found by dynamic programming, group by group. A partial allocation is dropped where
+    another one has fewer bits and diverges less, or where the Lagrangian bound rules it out: with
+    a ``price`` on each bit, that of the step beyond the budget, no allocation costs less than the
+    vertex ``below``, and one that costs ``slack`` more cannot diverge less within the budget.
+
+    Args:
+        budget: at least the bits of the smallest options.
+    """
+    below, total = {}, (0, 0.0)
+    for above in allocations(options):
+        bits, kl = sum(o.bits for o in above.values()), sum(o.kl for o in above.values())
+        if bits > budget:
+            break
+        below, total = above, (bits, kl)
+    else:
+        return below
+    price = (total[1] - kl) / (bits - total[0])
+    rounding = 1e-9 * (total[1] + price * total[0])
+    slack, least = price * (budget - total[0]) + rounding, 0.0
+    partial: list[tuple[int, float, Any]] = [(0, 0.0, None)]  # and the option, after which others
+    for of in options.values():
+        least += min(option.kl + price * option.bits for option in of)
+        longer = [
+            (bits + option.bits, kl + option.kl, (option, before))
+            for bits, kl, before in partial
+            for option in of
+        ]
+        partial = []
+        for bits, kl, after in sorted(longer, key=itemgetter(0, 1)):
+            if kl + price * bits <= least + slack and (not partial or kl < partial[-1][1]):
+                partial.append((bits, kl, after))
+    *_, after = max((one for one in partial if one[0] <= budget), key=itemgetter(0))
+    found = []
+    while after:
+        option, after = after
+        found.append(option)
+    return dict(zip(options, reversed(found), strict=True))
 
 
 class Candidates:
@@ -255,16 +298,18 @@ def sensitivity(
         options[group] = candidates.options(group, probe)
         if progress:
             progress(number, len(candidates.groups), {})
-    path = list(allocations(options, budget_bits * candidates.weights))
-    curve = [candidates.point(chosen) for chosen in path]
-    best = max(i for i, point in enumerate(curve) if point.bits <= budget_bits)
+    chosen = best_allocation(options, budget_bits * candidates.weights)
+    path = [of for of in allocations(options) if of != chosen] + [chosen]
+    path.sort(key=lambda of: sum(option.bits for option in of.values()))
+    best = path.index(chosen)
+    curve = [candidates.point(of) for of in path]
     for i in {round(i * (len(path) - 1) / (MEASURED - 1)) for i in range(MEASURED)} | {best}:
         curve[i] = candidates.point(path[i], probe)
     uniform = {
         choice: candidates.point({group: of[i] for group, of in options.items()}, probe)
         for i, choice in enumerate(candidates.choices)
     }
-    formats = {group: candidates.formats({group: o.choice}) for group, o in path[best].items()}
+    formats = {group: candidates.formats({group: o.choice}) for group, o in chosen.items()}
     recipe = replace(
         job.recipe,
         scheme=f"{job.recipe.scheme}-{curve[best].bits:.2f}",
