@@ -75,32 +75,29 @@ def require_kernel(
         QtoolError: naming the layer, and what would be taken.
     """
     known = KERNELS.get((linear_format.scheme, linear_format.layout), ())
-    fitting = [
-        kernel
-        for kernel in known
-        if dtype in (None, *kernel.dtypes) and n % kernel.n == 0 and k % kernel.k == 0
-    ]
     what = f"{name}: {linear_format.scheme} in layout {linear_format.layout}, {n} x {k}"
-    what += f", {dtype}" * (dtype is not None)
+    if not known:
+        raise QtoolError(f"{what}: it has no kernel")
+    fitting = [kernel for kernel in known if n % kernel.n == 0 and k % kernel.k == 0]
     if not fitting:
+        sizes = dict.fromkeys(f"{kernel.n} x {kernel.k}" for kernel in known)
         raise QtoolError(
-            f"{what}: no kernel takes it (rows and columns that fit: {_multiples(known)})"
+            f"{what}: no kernel takes it; multiples of {' or '.join(sizes)} are expected"
         )
-    for kernel in fitting:
+    taking = [kernel for kernel in fitting if dtype in (None, *kernel.dtypes)]
+    if not taking:
+        dtypes = dict.fromkeys(str(accepted) for kernel in fitting for accepted in kernel.dtypes)
+        raise QtoolError(
+            f"{what}: no kernel takes activations in {dtype}; {' or '.join(dtypes)} is expected"
+        )
+    for kernel in taking:
         if capability in (None, *kernel.capabilities):
             return kernel
-    listed = {f"sm_{major}{minor}" for kernel in fitting for major, minor in kernel.capabilities}
+    listed = {f"sm_{major}{minor}" for kernel in taking for major, minor in kernel.capabilities}
     assert capability is not None
     raise QtoolError(
         f"{what}: this GPU is sm_{capability[0]}{capability[1]}; its kernels run on "
         f"{', '.join(sorted(listed))}"
-    )
-
-
-def _multiples(kernels: tuple[Kernel, ...]) -> str:
-    return (
-        " or ".join(f"multiples of {kernel.n} x {kernel.k}" for kernel in kernels)
-        or "none, it has no kernel"
     )
 
 

@@ -46,12 +46,17 @@ def test_traced_once_for_every_number_of_tokens(scheme: str, layout: str) -> Non
 def test_what_no_kernel_takes_is_refused() -> None:
     lqq = LinearFormat("w4a8-lqq", 64, "dual-mma")
     assert serving_kernel("qkv", lqq, 64, 64, CPU, torch.bfloat16).name == "w4a8_gemm"
-    with pytest.raises(QtoolError, match=r"^qkv: w4a8-lqq in layout dual-mma, 64 x 32, .*64 x 64"):
+    with pytest.raises(QtoolError, match=r"^qkv: w4a8-lqq in layout dual-mma, 64 x 32: .*64 x 64"):
         serving_kernel("qkv", lqq, 64, 32, CPU, torch.bfloat16)
     with pytest.raises(QtoolError, match=r"layout row-major, .*it has no kernel"):
         row_major = LinearFormat("w4a8-lqq", 64, "row-major")
         serving_kernel("qkv", row_major, 64, 64, CPU, torch.bfloat16)
+    w4a16 = LinearFormat("w4a16", 128, "marlin")
+    with pytest.raises(QtoolError, match=r"64 x 64: no .*; multiples of 64 x 128 are expected$"):
+        serving_kernel("qkv", w4a16, 64, 64, CPU, torch.bfloat16)
     with pytest.raises(
-        QtoolError, match=r"w4a16 in layout marlin, 64 x 128, torch.float32: no ker"
+        QtoolError,
+        match=r"64 x 128: no kernel takes activations in torch\.float32; "
+        r"torch\.float16 or torch\.bfloat16 is expected$",
     ):
-        serving_kernel("qkv", LinearFormat("w4a16", 128, "marlin"), 64, 128, CPU, torch.float32)
+        serving_kernel("qkv", w4a16, 64, 128, CPU, torch.float32)
