@@ -245,9 +245,10 @@ def sensitivity() -> str:
     found = stored["runs"][0]["found"]
     uniform = sorted((p["bits"], p["measured"], name) for name, p in found["uniform"].items())
     rows = [[f"{bits:.3f}", f"{kl:.5f}", f"`{name}`", ""] for bits, kl, name in uniform]
-    for point in (p for p in found["curve"] if p["measured"] is not None):
+    mixed = [p for p in found["curve"] if p not in found["uniform"].values()]
+    for point in (p for p in mixed if p["measured"] is not None):
         for (left, high, _), (right, low, _) in pairwise(uniform):
-            if left < point["bits"] < right:
+            if left < point["bits"] <= right:
                 between = high + (low - high) * (point["bits"] - left) / (right - left)
                 rows.append([f"{point['bits']:.3f}", f"{point['measured']:.5f}", "mixed",
                              f"{point['measured'] / between - 1:+.0%}"])  # fmt: skip
