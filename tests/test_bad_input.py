@@ -293,7 +293,13 @@ def test_unknown_names(refused, make_model: MakeModel, tmp_path: Path) -> None: 
     refused("did you mean w4a8-lqq?", model, scheme="w4a8-lq")
     refused("did you mean w4a8-lqq or w4a8-qoq or w4a8-qoq-g128?", model, scheme="w4a8")
     refused("'seven'", model, "--group-size", "seven")
-    refused("group size 48 is not supported", model, "--group-size", "48")
+    refused("(match '.*'): w4a8-lqq: group size 48 is not", model, "--group-size", "48")
+    unsized = tmp_path / "unsized.yaml"
+    unsized.write_text("scheme: w4a8-lqq\nlayers: [{roles: [q_proj], scheme: w4a8-lqq}]\n")
+    refused(
+        "(q_proj)$'): w4a8-lqq: group size channel is not supported", model, "--recipe", unsized
+    )
+    refused("whole channel: write group_size: 64", model, "--recipe", unsized)
     refused("did you mean kv4?", model, "--kv", "kv-4")
     refused("neither a file nor one of fast, paper, best", model, "--recipe", "bst")
     edit_config(model, model_type="whisper")

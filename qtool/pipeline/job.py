@@ -328,7 +328,16 @@ def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
         )
         raise QtoolError(f"a layer rule has {rule.scheme}, a recipe, for its scheme: say {meant}")
     scale_dtype = dtype_name(dtype)
-    bits = LinearFormat(rule.scheme, rule.group_size, "", scale_dtype).scheme_object.code_bits
+    try:
+        bits = LinearFormat(rule.scheme, rule.group_size, "", scale_dtype).scheme_object.code_bits
+    except QtoolError as error:
+        sentence = f"layer rule (match {rule.match!r}): {error}"
+        if rule.group_size is None and rule.scheme in SCHEMES:
+            size = SCHEMES[rule.scheme].default_group_size
+            sentence += (
+                f"; without group_size a rule has the whole channel: write group_size: {size}"
+            )
+        raise QtoolError(sentence) from error
     if rule.layout is None and bits not in BY_BITS:
         raise QtoolError(
             f"a layer rule has {rule.scheme}, whose {bits}-bit codes no row-major layout holds, and"
