@@ -264,8 +264,8 @@ def sensitivity(
 
     Args:
         model: a directory, a hub id or ``demo``.
-        choices: schemes, each with a group size or without (``w4a16``, ``w4a16:32``,
-            ``w4a16:channel``), and ``none`` for a group as it is.
+        choices: schemes, in a list or with commas between, each with a group size or without
+            (``w4a16``, ``w4a16:32``, ``w4a16:channel``), and ``none`` for a group as it is.
         budget_bits: most stored bits a weight, over all that may be quantized.
         out: a new YAML file for :func:`quantize`.
         recipe: ``fast``, ``paper`` or ``best``: the methods that are written are those of this
@@ -410,9 +410,9 @@ def evaluate(
     """Perplexity and zero-shot accuracy of ``model``, and of the baseline ``compare`` beside it.
 
     Args:
-        tasks: one or several; ``wikitext2``, ``c4``, ``pile``, ``demo`` or a text file mean
-            perplexity (of the text, not in nats), every other name a zero-shot task of lm-eval (0
-            to 1).
+        tasks: one or several, in a list or with commas between; ``wikitext2``, ``c4``, ``pile``,
+            ``demo`` or a text file mean perplexity (of the text, not in nats), every other name a
+            zero-shot task of lm-eval (0 to 1).
         model: a directory, a hub id or ``demo``, quantized or not, or a model in memory with its
             ``tokenizer``, which is left in eval mode.
         compare: the baseline: a directory, a hub id or ``demo``.
@@ -433,7 +433,8 @@ def evaluate(
 
         results, baseline = qtool.evaluate(["wikitext2"], "demo-lqq", "demo", limit=8)
     """
-    names = require_names("tasks", tasks)
+    if not (names := require_names("tasks", tasks)):
+        raise QtoolError("no task: name one, or list them with `qtool eval --list`")
     if isinstance(model, str | os.PathLike):
         _require_no_tokenizer(tokenizer)
         from qtool.eval.checkpoints import EvaluateKeywords, evaluate_checkpoints

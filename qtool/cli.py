@@ -29,7 +29,6 @@ from qtool.cli_arguments import (
     TENSOR_PARALLEL,
     VERBOSE,
     NewPath,
-    comma_separated,
     command,
     print_json,
 )
@@ -186,7 +185,7 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 @MODEL
 @SENSITIVITY
 @QUIET
-def sensitivity(model: str, choices: str, **options: Any) -> None:
+def sensitivity(model: str, **options: Any) -> None:
     """Write a recipe with the best scheme for each layer of MODEL.
 
     What a scheme costs a layer is measured on the model's output; the recipe stays under a size.
@@ -194,7 +193,7 @@ def sensitivity(model: str, choices: str, **options: Any) -> None:
     from qtool import api
 
     with progress.Display("measure", "group") as shown:
-        found = api.sensitivity(model, comma_separated([choices]), progress=shown, **options)
+        found = api.sensitivity(model, progress=shown, **options)
     rows = [
         (f"{point.bits:.3f}", f"{point.predicted:.5f}", f"{point.measured:.5f}", what)
         for point, what in found.measured()
@@ -245,12 +244,10 @@ def evaluate(
         listed = api.all_tasks(options["data_dir"])
         print_json(listed) if as_json else click.echo("\n".join(listed))
         return
-    if not (names := comma_separated(tasks)):
-        raise click.UsageError("no task: name one, or list them with --list")
     from qtool.eval.compare import as_json as results_json
     from qtool.eval.compare import table
 
-    results, baseline = api.evaluate(names, model, compare, **options)
+    results, baseline = api.evaluate(tasks, model, compare, **options)
     shown = results_json if as_json else table
     try:
         click.echo(shown(results, baseline))
@@ -388,14 +385,14 @@ def import_model(model: str, out: Path, layout: str | None, as_json: bool) -> No
 @DATA_DIR
 @DEVICE
 @QUIET
-def report(model: str, compare: str | None, tasks: str, **options: Any) -> None:
+def report(model: str, **options: Any) -> None:
     """Write one HTML file on a quantized MODEL.
 
     It shows sizes, results, errors by layer, activation ranges, checks, and how to reproduce them.
     """
     from qtool import api
 
-    click.echo(api.write_report(model, compare, comma_separated([tasks]), **options))
+    click.echo(api.write_report(model, **options))
 
 
 @command(cli, "qtool schemes")

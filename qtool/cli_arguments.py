@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from qtool import progress
-from qtool.errors import QtoolError, expand_home, require_new_path
+from qtool.errors import QtoolError, require_new_path
 from qtool.recipes import VARIANTS
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -339,13 +339,3 @@ def command(
 def print_json(value: Any) -> None:
     """``value`` on stdout, for programs."""
     click.echo(json.dumps(value, indent=2))
-
-
-def comma_separated(names: Iterable[str]) -> list[str]:
-    """The names of ``names``, each of which may hold several with commas between; a file is one."""
-    return [
-        part.strip()
-        for name in names
-        for part in ([name] if expand_home(name).exists() else name.split(","))
-        if part.strip()
-    ]

@@ -18,10 +18,10 @@ from qtool.cli_arguments import (
     SEQLEN,
     TENSOR_PARALLEL,
     NewPath,
-    comma_separated,
     command,
     print_json,
 )
+from qtool.errors import require_names
 
 
 @click.group(
@@ -132,6 +132,6 @@ def bench_serve(model: str, against: str, batches: str, as_json: bool, **options
     from qtool.serving.bench import bench_model
 
     rows, text = bench_model(
-        model, against=comma_separated([against]), batches=batches.split(","), **options
+        model, against=require_names("--against", against), batches=batches.split(","), **options
     )
     print_json(rows) if as_json else click.echo(text)

@@ -121,15 +121,21 @@ def require_text(name: str, value: object) -> str:
 def require_names(name: str, value: object) -> list[str]:
     """``value``, a name or several, as a list.
 
+    A text may hold several with commas between, unless it is the path of a file.
+
     Raises:
         QtoolError: none of either; naming it.
     """
     names = [value] if isinstance(value, str | PathLike) else value
     if not isinstance(names, Iterable):
         raise QtoolError(f"{name} {value!r}: a name or a list of names is expected")
-    found = [str(one) if isinstance(one, PathLike) else one for one in names]
-    if wrong := [one for one in found if not isinstance(one, str)]:
-        raise QtoolError(f"{name} {wrong[0]!r}: a name or a list of names is expected")
+    found: list[str] = []
+    for one in names:
+        if not isinstance(one, str | PathLike):
+            raise QtoolError(f"{name} {one!r}: a name or a list of names is expected")
+        is_file = isinstance(one, PathLike) or os.path.exists(expand_home(one))
+        parts = [str(one)] if is_file else str(one).split(",")
+        found += [part.strip() for part in parts if part.strip()]
     return found
 
 

@@ -388,6 +388,16 @@ def test_what_is_no_name_of_a_task_is_refused(tasks: Any, named: str) -> None:
         qtool.evaluate(tasks, "demo")
 
 
+def test_names_may_be_one_text_with_commas(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The captain went on deck.")
+    results, _ = qtool.evaluate(f"demo, {tmp_path / 'a.txt'}", "demo", seqlen=64, limit=1)
+    assert [task.task for task in results.tasks] == ["demo", "a.txt"]
+    with pytest.raises(QtoolError, match="--choices w4a4-mix: one scheme is expected"):
+        qtool.sensitivity("demo", "w8a8,w4a4-mix", 5.0, tmp_path / "mixed.yaml")
+    with pytest.raises(QtoolError, match="no task: name one"):
+        qtool.evaluate("", "demo")
+
+
 def test_a_file_to_evaluate_may_be_a_path(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The captain went on deck.")
     results, _ = qtool.evaluate(tmp_path / "a.txt", "demo")

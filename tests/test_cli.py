@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 
 from qtool import api, progress
 from qtool.cli import cli, main
-from qtool.cli_arguments import comma_separated
-from qtool.errors import QtoolError, expand_home
+from qtool.errors import QtoolError, expand_home, require_names
 from qtool.table import render
 from tests.conftest import MakeModel
 
@@ -148,12 +147,13 @@ def test_a_failed_check_is_in_the_json_and_in_the_exit_code(native: Path) -> Non
 def test_tasks_with_commas_and_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a,b.txt").write_text("text")
-    assert comma_separated(["piqa,arc_easy", "demo", "a,b.txt"]) == [
-        "piqa", "arc_easy", "demo", "a,b.txt",
-    ]  # fmt: skip
-    assert "no task: name one, or list them with --list" in run("eval").output
+    asked = ("piqa, arc_easy", "demo", "a,b.txt", Path("c,d.txt"))
+    names = ["piqa", "arc_easy", "demo", "a,b.txt", "c,d.txt"]
+    assert require_names("tasks", asked) == names
+    assert require_names("choices", "w4a16,w4a16:32,") == ["w4a16", "w4a16:32"]
+    assert "no task: name one, or list them with" in str(run("eval", ",").exception)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert comma_separated(["~/a,b.txt"]) == ["~/a,b.txt"]
+    assert require_names("tasks", "~/a,b.txt") == ["~/a,b.txt"]
 
 
 def test_a_name_that_only_looks_like_a_home_directory(tmp_path: Path) -> None:
