@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from qtool.data import text_files
@@ -36,6 +37,8 @@ from qtool.io.source import DEMO
 TRAIN, TEST = "train", "test"
 Rows = tuple[int, int | None]  # first, one past the last
 WHOLE: Rows = (0, None)
+#: characters of a path that is no file yet; what is longer is a text
+LONGEST = 255
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -166,11 +169,15 @@ def require_file(source: str) -> Path:
     """The path of ``source``, whether or not there is a file.
 
     Raises:
-        QtoolError: it looks like the name of a corpus, and none has it.
+        QtoolError: it looks like the name of a corpus, and none has it, or like a text.
     """
-    if not is_corpus(source):
-        raise QtoolError(f"unknown corpus {source!r}, and no such file: {suggest(source, SOURCES)}")
-    return expand_home(source)  # the shell leaves the ~ of a.txt:16,~/b.txt:16
+    path = expand_home(source)  # the shell leaves the ~ of a.txt:16,~/b.txt:16
+    if not (os.path.isfile(path) or (is_corpus(source) and len(source) <= LONGEST)):
+        raise QtoolError(
+            f"unknown corpus {shorten(source, 60, placeholder='...')!r}, and no such file: "
+            f"{suggest(source, SOURCES)}" + "; a text itself is given in a list" * (" " in source)
+        )
+    return path
 
 
 def data_directory(data_dir: str | Path | None) -> Path | None:

@@ -133,6 +133,13 @@ def test_nothing_to_calibrate_on(given: Any, message: str) -> None:
         parse(given)
 
 
+@pytest.mark.parametrize("text", ["The captain went on deck. " * 99, "and/or\n" * 99])
+def test_a_text_by_itself_is_named_by_its_first_words(text: str) -> None:
+    with pytest.raises(QtoolError, match=r"; a text itself is given in a list$") as refused:
+        parse(text + " the end")
+    assert text[:6] in str(refused.value) and len(str(refused.value)) < 200
+
+
 def test_ids_that_the_model_does_not_have() -> None:
     for ids in (torch.tensor([0, 9]), torch.tensor([-1, 2])):
         with pytest.raises(QtoolError, match="the model has 0 to 7"):
