@@ -1,8 +1,10 @@
 """Embedding and head in pieces: the same rows, however many go at a time."""
 
+import pytest
 import torch
 
 from qtool import recipes
+from qtool.calibration.transforms.hadamard import rotation
 from qtool.io import finite
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
@@ -25,6 +27,27 @@ def test_rows_of_a_table_that_comes_in_pieces(make_model: MakeModel, monkeypatch
             assert torch.equal(edges.table_rows(source, job, EMBEDDING, wanted), table[wanted])
         pieces = [piece for _, piece in edges.tables(source, job, CPU)]
         assert len(pieces) == -(-len(table) // rows) and torch.equal(torch.cat(pieces), table)
+
+
+@pytest.mark.parametrize("cast", [torch.float32, torch.bfloat16])
+def test_what_transforms_make_of_a_narrow_source_is_rounded_once(
+    cast: torch.dtype, make_model: MakeModel
+) -> None:
+    """To the dtype of the result: a wider one keeps what bfloat16 has no room for."""
+    source = Checkpoint(make_model(dtype=torch.bfloat16))
+    layers = [{"match": ".*", "scheme": None}]
+    rotated = {"layers": layers, "transforms": ["norm-fusion", "rotate"]}
+    job = Job.of(source.config, recipes.parse(rotated, "rotated"), dtype=cast)
+    stored = dict([*edges.tables(source, job, CPU), *edges.head(source, job, CPU)])
+    rotate = rotation(source.entry("lm_head.weight").shape[1], seed=0, keeps_ones=False)
+    embedding, head, gain = (
+        source.read(f"{name}.weight").double() for name in (EMBEDDING, "lm_head", "model.norm")
+    )
+    for name, exact in {EMBEDDING: embedding, "lm_head": head * gain}.items():
+        found, once = stored[f"{name}.weight"], rotate(exact).to(cast)
+        assert found.dtype == cast
+        off = (found.double() - once.double()).abs() > 1e-6 * once.abs().max()
+        assert off.float().mean() < 0.001  # float32 in between hardly ever rounds otherwise
 
 
 def test_the_head_takes_the_gain_of_the_norm_that_is_made_plain(make_model: MakeModel) -> None:

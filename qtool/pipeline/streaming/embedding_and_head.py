@@ -1,4 +1,8 @@
-"""Rewrites embedding, final norm and head by the transforms, a few rows at a time on a device."""
+"""Rewrites embedding, final norm and head by the transforms, a few rows at a time on a device.
+
+The transforms get them in float32 and they are rounded once, to the dtype of the result, whatever
+the source's is.
+"""
 
 from collections.abc import Iterator
 
@@ -16,7 +20,7 @@ def tables(source: Checkpoint, job: Job, device: torch.device) -> Iterator[tuple
     """``(name, rows)`` of the embedding of the result, and of learned positions, in pieces."""
     for module in job.family.tables:
         name = f"{module}.weight"
-        for rows in finite_rows(source, name, job.dtype.itemsize, device):
+        for rows in _rows(source, name, device):
             yield name, as_stored(name, _embedded(rows, job), job)
 
 
@@ -26,11 +30,19 @@ def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Ten
     The others are read and dropped.
     """
     name, start, found = f"{module}.weight", 0, []
-    for rows in finite_rows(source, name, job.dtype.itemsize, wanted.device):
+    for rows in _rows(source, name, wanted.device):
         here = wanted[(wanted >= start) & (wanted < start + len(rows))] - start
         found.append(as_stored(name, _embedded(rows[here], job), job))
         start += len(rows)
     return torch.cat(found)
+
+
+def _rows(source: Checkpoint, name: str, device: torch.device) -> Iterator[Tensor]:
+    return map(_widened, finite_rows(source, name, 4, device))
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.itemsize < 4 else tensor
 
 
 def _embedded(rows: Tensor, job: Job) -> Tensor:
@@ -62,7 +74,7 @@ def _norm_and_head(
     if job.tied and not job.unties:
         return
     stored_head = f"{family.embedding}.weight" if job.tied else head_name
-    for rows in finite_rows(source, stored_head, job.dtype.itemsize, device):
+    for rows in _rows(source, stored_head, device):
         changed = rows
         for transform, norm in zip(job.transforms, norms, strict=False):
             changed = transform.head(changed, norm.gain.to(device))
@@ -72,7 +84,8 @@ def _norm_and_head(
 def _final_norm(source: Checkpoint, job: Job) -> Norm:
     parts = (f"{job.family.final_norm}.{part}" for part in ("weight", "bias"))
     weight, bias = (
-        require_finite(name, source.read(name)) if name in source else None for name in parts
+        _widened(require_finite(name, source.read(name))) if name in source else None
+        for name in parts
     )
     if weight is None:  # a norm without a weight: no transform touches it
         weight = torch.ones(job.family.dimensions(job.namespace)["hidden"])
