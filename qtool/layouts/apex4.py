@@ -15,11 +15,12 @@ What the paper leaves open, and what was fixed: the matrix of vectors is that of
 tile's rows are 16 N bytes apart in global memory), and a vector holds its 32 inputs in order, since
 the fragment asks for eight consecutive inputs a lane.
 
->>> byte, nibble = APEX4.address(torch.tensor(3), torch.tensor(32 + 13), (8, 64))
->>> int(byte), int(nibble)  # vector (1, 3) of 8 columns; input 13 is nibble 5 of word 1
-(182, 1)
->>> 16 * (1 * 8 + 3) + 4 * 1 + 5 // 2
-182
+Examples:
+    >>> byte, nibble = APEX4.address(torch.tensor(3), torch.tensor(32 + 13), (8, 64))
+    >>> int(byte), int(nibble)  # vector (1, 3) of 8 columns; input 13 is nibble 5 of word 1
+    (182, 1)
+    >>> 16 * (1 * 8 + 3) + 4 * 1 + 5 // 2
+    182
 """
 
 import torch  # noqa: F401  (the doctest's)

@@ -14,12 +14,13 @@ zeros are ``[G, N]``, the four rows l, l + 8, l + 16, l + 24 of a lane adjacent 
 The tile is what packing needs. The public kernels also want N a multiple of 64 (per group) or 128
 (per channel) and K of 128.
 
->>> n, k = torch.tensor([0, 16, 8, 0, 0]), torch.tensor([0, 0, 0, 16, 4])
->>> byte, nibble = COMPUTE_AWARE.address(n, k, (32, 32))
->>> byte.tolist(), nibble.tolist()
-([0, 0, 4, 8, 16], [0, 1, 0, 0, 0])
->>> COMPUTE_AWARE.pack_group(torch.arange(32)[:, None])[0, :8].tolist()
-[0, 8, 16, 24, 1, 9, 17, 25]
+Examples:
+    >>> n, k = torch.tensor([0, 16, 8, 0, 0]), torch.tensor([0, 0, 0, 16, 4])
+    >>> byte, nibble = COMPUTE_AWARE.address(n, k, (32, 32))
+    >>> byte.tolist(), nibble.tolist()
+    ([0, 0, 4, 8, 16], [0, 1, 0, 0, 0])
+    >>> COMPUTE_AWARE.pack_group(torch.arange(32)[:, None])[0, :8].tolist()
+    [0, 8, 16, 24, 1, 9, 17, 25]
 """
 
 import torch

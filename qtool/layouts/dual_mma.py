@@ -9,11 +9,12 @@ high nibbles register r of the second: byte b is row ``16 w + 8 h + q``, column
 Level-2 parameters follow the threads: ``[N / 64, G, 64]``, the rows q and q + 8 of a thread
 adjacent.
 
->>> byte, nibble = DUAL_MMA.address(torch.tensor(9), torch.tensor(38), (64, 64))
->>> int(byte), int(nibble)  # row 9: w=0 h=1 q=1; column 38: step 1, j=0, c=1, b=2
-(86, 1)
->>> 16 * (4 * 1 + 1) + 4 * (2 * 0 + 1) + 2
-86
+Examples:
+    >>> byte, nibble = DUAL_MMA.address(torch.tensor(9), torch.tensor(38), (64, 64))
+    >>> int(byte), int(nibble)  # row 9: w=0 h=1 q=1; column 38: step 1, j=0, c=1, b=2
+    (86, 1)
+    >>> 16 * (4 * 1 + 1) + 4 * (2 * 0 + 1) + 2
+    86
 """
 
 import torch  # noqa: F401  (the doctest's)

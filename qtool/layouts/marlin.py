@@ -14,16 +14,18 @@ lanes; per-channel scales - also a group parameter with one group - in blocks of
 
 Codes are unsigned, ``w = (c - 8) * s``. The tile is 64 x 128 (N x K): what every known reader asks.
 
->>> words = MARLIN.pack(torch.zeros(64, 128, dtype=torch.uint8))["qweight"]
->>> words.shape, words.dtype
-(torch.Size([8, 128]), torch.int32)
->>> codes = torch.zeros(64, 128, dtype=torch.uint8)
->>> for e, (k, n) in enumerate([(0, 0), (1, 0), (8, 0), (9, 0), (0, 8), (1, 8), (8, 8), (9, 8)]):
-...     codes[n, k] = e
->>> hex(MARLIN.pack(codes)["qweight"][0, 0])
-'0x75316420'
->>> MARLIN.pack_channel(torch.arange(64))[:10].tolist()
-[0, 1, 8, 9, 16, 17, 24, 25, 2, 3]
+Examples:
+    >>> words = MARLIN.pack(torch.zeros(64, 128, dtype=torch.uint8))["qweight"]
+    >>> words.shape, words.dtype
+    (torch.Size([8, 128]), torch.int32)
+    >>> codes = torch.zeros(64, 128, dtype=torch.uint8)
+    >>> places = [(0, 0), (1, 0), (8, 0), (9, 0), (0, 8), (1, 8), (8, 8), (9, 8)]
+    >>> for e, (k, n) in enumerate(places):
+    ...     codes[n, k] = e
+    >>> hex(MARLIN.pack(codes)["qweight"][0, 0])
+    '0x75316420'
+    >>> MARLIN.pack_channel(torch.arange(64))[:10].tolist()
+    [0, 1, 8, 9, 16, 17, 24, 25, 2, 3]
 """
 
 from dataclasses import dataclass

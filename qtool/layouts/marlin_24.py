@@ -14,13 +14,14 @@ the positions that CUTLASS would: none (2, 3), only 0 (0, 2), only 1 (1, 2), onl
 Group scales are ``[G, N]``, in every eight 0, 4, 1, 5, 2, 6, 3, 7; per-channel scales (or one
 group) keep their order.
 
->>> codes = torch.full((128, 128), 8, dtype=torch.uint8)
->>> codes[0, :8] = torch.tensor([8, 1, 8, 2, 3, 8, 4, 8])  # keeps (1, 3) and (0, 2)
->>> packed = MARLIN_24.pack(codes)
->>> hex(packed["qweight"][0, 0] & 0xFF), hex(packed["qweight"][0, 16] & 0xFF)  # kept 0 and 2
-('0x81', '0x88')
->>> hex(packed["metadata"][0, 0] & 0xFF)  # 0b1101 for (1, 3), 0b1000 for (0, 2)
-'0x8d'
+Examples:
+    >>> codes = torch.full((128, 128), 8, dtype=torch.uint8)
+    >>> codes[0, :8] = torch.tensor([8, 1, 8, 2, 3, 8, 4, 8])  # keeps (1, 3) and (0, 2)
+    >>> packed = MARLIN_24.pack(codes)
+    >>> hex(packed["qweight"][0, 0] & 0xFF), hex(packed["qweight"][0, 16] & 0xFF)  # kept 0 and 2
+    ('0x81', '0x88')
+    >>> hex(packed["metadata"][0, 0] & 0xFF)  # 0b1101 for (1, 3), 0b1000 for (0, 2)
+    '0x8d'
 """
 
 from typing import ClassVar

@@ -5,18 +5,19 @@ N]``), read by an export. As :mod:`qtool.layouts.marlin`, but lane ``4 c + q`` t
 consecutive inputs ``4 q .. 4 q + 3`` of outputs c and c + 8 (digit b): e = 4 b + k % 4. Two
 variants place e in the word:
 
-- ``qqq-g128`` (per group, codes 0..15, ``w8 = rne((c - 8) * s_group)``): nibble [0, 4, 1, 5, 2, 6,
-  3, 7][e], MARLIN's, since the codes become fp16 first;
-- ``qqq`` (per channel, two's complement codes): nibble [1, 3, 5, 7, 0, 2, 4, 6][e], so that ``w &
-  0xF0F0F0F0`` is the register of output c, ``(w << 4) & 0xF0F0F0F0`` that of output c + 8, as bytes
-  worth 16 times the code.
+- ``qqq-g128`` (per group, codes 0..15, ``w8 = rne((c - 8) * s_group)``): nibble
+  ``[0, 4, 1, 5, 2, 6, 3, 7][e]``, MARLIN's, since the codes become fp16 first;
+- ``qqq`` (per channel, two's complement codes): nibble ``[1, 3, 5, 7, 0, 2, 4, 6][e]``, so that
+  ``w & 0xF0F0F0F0`` is the register of output c, ``(w << 4) & 0xF0F0F0F0`` that of output c + 8, as
+  bytes worth 16 times the code.
 
 Scales are permuted as MARLIN's: ``s_group`` by blocks of 64, ``s_channel`` by blocks of 32.
 
->>> codes = torch.zeros(64, 128, dtype=torch.uint8)
->>> codes[0, :4], codes[8, :4] = torch.arange(4), torch.arange(4, 8)  # e = 0..7
->>> hex(QQQ_GROUP.pack(codes)["qweight"][0, 0]), hex(QQQ_CHANNEL.pack(codes)["qweight"][0, 0])
-('0x75316420', '0x37261504')
+Examples:
+    >>> codes = torch.zeros(64, 128, dtype=torch.uint8)
+    >>> codes[0, :4], codes[8, :4] = torch.arange(4), torch.arange(4, 8)  # e = 0..7
+    >>> hex(QQQ_GROUP.pack(codes)["qweight"][0, 0]), hex(QQQ_CHANNEL.pack(codes)["qweight"][0, 0])
+    ('0x75316420', '0x37261504')
 """
 
 import torch

@@ -1,8 +1,9 @@
 """row-major: the reference layout. Two codes a byte along K, the even column in the low nibble.
 
->>> byte, nibble = ROW_MAJOR.address(torch.tensor(1), torch.tensor(5), (2, 8))
->>> int(byte), int(nibble)
-(6, 1)
+Examples:
+    >>> byte, nibble = ROW_MAJOR.address(torch.tensor(1), torch.tensor(5), (2, 8))
+    >>> int(byte), int(nibble)
+    (6, 1)
 """
 
 import torch  # noqa: F401  (the doctest's)

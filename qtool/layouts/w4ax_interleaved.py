@@ -24,10 +24,11 @@ What the paper leaves open, and what was fixed:
 - Scales are ``[G, N]``: those of one block of input channels lie together, as a main loop over K
   reads them.
 
->>> codes = torch.arange(16, dtype=torch.uint8).repeat(8, 2)
->>> words = W4AX_INTERLEAVED.pack(codes)["qweight"].view(torch.int32)[0, :2]
->>> [f"{word & 0xFFFFFFFF:08x}" for word in words.tolist()]
-['b9a83120', 'fdec7564']
+Examples:
+    >>> codes = torch.arange(16, dtype=torch.uint8).repeat(8, 2)
+    >>> words = W4AX_INTERLEAVED.pack(codes)["qweight"].view(torch.int32)[0, :2]
+    >>> [f"{word & 0xFFFFFFFF:08x}" for word in words.tolist()]
+    ['b9a83120', 'fdec7564']
 """
 
 import torch  # noqa: F401  (the doctest's)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qtool import layouts
 from tests.docs.pages import FENCE, PAGES, ROOT, name_of
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -41,6 +42,17 @@ def test_files_that_are_named_exist(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
     for name in re.findall(r"`((?:qtool|tests|benchmarks|docs|examples)/[\w./-]+)`", text):
         assert (ROOT / name).exists() or re.search("FLOOR|NAME", name), name
+
+
+def test_the_reference_has_every_layout() -> None:
+    page = (ROOT / "docs" / "reference" / "layouts.md").read_text()
+    blocks = dict(re.findall(r"^::: (\S+)\n    options: {members: \[(.*?)\]", page, re.MULTILINE))
+    shown = [
+        getattr(importlib.import_module(module), name)
+        for module, names in blocks.items()
+        for name in names.split(", ")
+    ]
+    assert all(layout in shown for layout in layouts._ALL)
 
 
 def test_ops_that_are_named_exist() -> None:
