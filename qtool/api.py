@@ -373,12 +373,14 @@ def verify(
 
     Raises:
         QtoolError: not a native checkpoint, or an engine that is not installed.
+        CheckFailed: a shard that is missing or cannot be read.
 
     Example::
 
         assert not [row for row in qtool.verify("demo-lqq") if row.problem]
     """
     from qtool.eval.engine import require_engine
+    from qtool.io.integrity import require_intact
     from qtool.io.source import Checkpoint
     from qtool.pipeline.verify import verify as verified
     from qtool.runtime.read_linear import packed_linears
@@ -390,7 +392,11 @@ def verify(
 
         return list(verify_in_vllm(directory, tensor_parallel=tensor_parallel))
     rows: list[Verified] = []
-    total = len(packed_linears(Checkpoint(directory)))
+    try:
+        total = len(packed_linears(Checkpoint(directory)))
+    except QtoolError:
+        require_intact(directory)  # a damaged shard explains it better
+        raise
     for row in verified(directory, device=device):
         rows.append(row)
         if progress:

@@ -288,6 +288,30 @@ def test_shapes_the_layout_cannot_hold(refused, make_model: MakeModel) -> None: 
     )
 
 
+def test_a_mistake_is_named_once(
+    make_model: MakeModel, tmp_path: Path, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
+    def run(*arguments: object) -> tuple[int, str]:
+        code, message = qtool_run(monkeypatch, capsys, *arguments)
+        return code, message.strip().splitlines()[-1]
+
+    out = tmp_path / "out"
+    assert run("quantize", make_model(), "--scheme", "w8a8", "--out", out)[0] == 0
+    again = run("quantize", out, "--scheme", "w8a8", "--out", tmp_path / "again")
+    assert again[0] == 2 and again[1].count("quant_method") == 1
+    (out / "config.json").rename(tmp_path / "config.json")
+    (out / "config.json").write_text("{")
+    damaged = run("eval", "demo", "--model", out)
+    assert damaged[0] == 2 and "config.json: not readable as JSON" in damaged[1]
+    (tmp_path / "config.json").rename(out / "config.json")
+    shard = next(out.glob("model-00002*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, message = run("verify", out)
+    assert code == 1 and f"{shard}: the file's sha256 is not" in message
+    shard.unlink()
+    assert run("verify", out) == (1, f"qtool: {shard}: the file is missing")
+
+
 def test_unknown_names(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     model = make_model()
     refused("did you mean w4a8-lqq?", model, scheme="w4a8-lq")
@@ -689,7 +713,7 @@ def test_places_that_cannot_be_written(
         monkeypatch, capsys, "quantize", model, "--scheme", "w8a8", "--out", file / "out"
     )
     assert code == 2 and message.endswith(
-        f"qtool: {file / 'out.partial' / '.run'}: Not a directory\n"
+        f"qtool: {file / 'out'}: {file} is a file, where a directory is expected\n"
     )
     assert "Traceback" not in message
 

@@ -130,6 +130,7 @@ def evaluate_checkpoints(
     if dtype is not None and require_text("--dtype", dtype) not in DTYPES:
         raise QtoolError(f"--dtype {dtype!r}: {suggest(dtype, DTYPES)}")
     store = directory_of(model)
+    read_config(store)
     if compare is not None:
         read_config(directory_of(compare))  # refused before the model is evaluated, not after
     if save and store == DEMO:

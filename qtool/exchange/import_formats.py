@@ -28,7 +28,7 @@ def import_format_of(config: Mapping[str, Any]) -> ImportFormat:
         )
     method = quantization.get("quant_method")
     if method == "qtool":
-        raise QtoolError("quant_method 'qtool': it is a native checkpoint already")
+        raise QtoolError("there is nothing to import: it is a native checkpoint already")
     if method not in IMPORT_FORMATS:
         raise QtoolError(
             f"quant_method {method!r} cannot be imported; known: {', '.join(IMPORT_FORMATS)};"

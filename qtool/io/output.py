@@ -42,6 +42,9 @@ def require_new(directory: Path) -> None:
             f"{directory} is a symbolic link or a mount point, which the result cannot replace: "
             "name a new directory inside it"
         )
+    above = next(parent for parent in directory.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise QtoolError(f"{directory}: {above} is a file, where a directory is expected")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise QtoolError(f"{directory} exists already; choose another --out or remove it")
 

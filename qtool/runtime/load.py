@@ -207,7 +207,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     if not any(any(directory.glob(name)) for name in TOKENIZERS):
         raise QtoolError(
             f"{directory}: there is no tokenizer (no {', no '.join(TOKENIZERS)}): copy that of the "
-            "model there, or in Python pass token ids as calibration data"
+            "model there"
         )
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
