@@ -1164,8 +1164,8 @@ FAULTS = [
         ),
         (
             "qtool/format/checkpoint.py",
-            'config.get("format_version") != FORMAT_VERSION',
-            'not config.get("format_version")',
+            '(found := config.get("format_version")) not in FORMAT_VERSIONS',
+            'not (found := config.get("format_version"))',
             "tests/test_bad_input.py -k foreign",
         ),
         (

@@ -245,7 +245,9 @@ def w8a8(tile: Tile, m: int, n: int, k: int, dtype: torch.dtype) -> str | None:
     return compare(out, sums, sx, scale, bias)
 
 
-def quantization(m: int, k: int, dtype: torch.dtype, fusion: str, gather: bool) -> str | None:
+def quantization(
+    m: int, k: int, dtype: torch.dtype, fusion: str, gather: bool, rotated: bool
+) -> str | None:
     """Plain: equal to the CPU's codes, scales and sums. Fused: scales to rounding, codes to one
     step.
     """
@@ -253,9 +255,9 @@ def quantization(m: int, k: int, dtype: torch.dtype, fusion: str, gather: bool) 
     x[m // 2] = 0
     order = torch.randperm(k, device="cuda").int() if gather else None
     norm = torch.rand(k, device="cuda").to(dtype) if fusion == "rms-norm" else None
-    got = quantize_activation(x, order, norm, fusion, 1e-5)
+    got = quantize_activation(x, order, norm, fusion, 1e-5, rotated)
     here = [None if t is None else t.cpu() for t in (x, order, norm)]
-    want = quantize_activation(*here, fusion, 1e-5)
+    want = quantize_activation(*here, fusion, 1e-5, rotated)
     codes, scale, total = (a.cpu() for a in got)
     if not torch.equal(total, codes.sum(1, dtype=torch.int32)):
         return "sums are not the codes' sums"
@@ -292,7 +294,10 @@ def small() -> int:
         if tile.rows * tile.tokens > 16384 or tile.split == 2
     ]
     wrong += [w8a8(tile, 5, 192, 448, torch.bfloat16) for tile in TILES[::4]]
-    wrong += [quantization(3, 128, torch.bfloat16, fusion, gather=True) for fusion in FUSIONS]
+    wrong += [
+        quantization(3, 128, torch.bfloat16, fusion, gather=True, rotated=rotated)
+        for fusion, rotated in itertools.product(FUSIONS, (False, True))
+    ]
     wrong += [found for module in OTHERS for _, found in module.checks(0, True)]
     print(f"{len(wrong)} small cases, {sum(w is not None for w in wrong)} failures")
     return int(any(wrong))
@@ -336,11 +341,14 @@ def checks_of_w8a8() -> Iterator[Check]:
 
 def checks_of_activations() -> Iterator[Check]:
     """The quantization of activations, by width, dtype and what is fused with it."""
-    for k, dtype, fusion in itertools.product(
-        (64, 4096, 14336, 28672), (torch.bfloat16, torch.float16, torch.float32), FUSIONS
+    for k, dtype, fusion, rotated in itertools.product(
+        (64, 4096, 14336, 28672),
+        (torch.bfloat16, torch.float16, torch.float32),
+        FUSIONS,
+        (False, True),
     ):
-        wrong = quantization(5, k, dtype, fusion, gather=k != 4096)
-        yield f"quantize activation K={k} {dtype} {fusion}", wrong
+        wrong = quantization(5, k, dtype, fusion, gather=k != 4096, rotated=rotated)
+        yield f"quantize activation K={k} {dtype} {fusion}" + " rotated" * rotated, wrong
 
 
 def checks_of_graphs() -> Iterator[Check]:

@@ -13,6 +13,7 @@ from qtool.calibration.transforms.clip import Clip
 from qtool.calibration.transforms.gather_outliers import GatherOutliers
 from qtool.calibration.transforms.hadamard import rotation
 from qtool.calibration.transforms.norm_fusion import NormFusion
+from qtool.calibration.transforms.online_hadamard import OnlineHadamard
 from qtool.calibration.transforms.reorder import Reorder
 from qtool.calibration.transforms.rotate import Rotate
 from qtool.calibration.transforms.smooth import Smooth, smooth_factors
@@ -31,6 +32,7 @@ TRANSFORMS: dict[str, type[Transform]] = {
         ValueBasis,
         Reorder,
         GatherOutliers,
+        OnlineHadamard,
         Clip,
     )
 }

@@ -22,6 +22,7 @@ from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
 from qtool.calibration.stacking import by_kind, packed_in_turn
 from qtool.models.family import Family
 from qtool.models.parts import Attention, Heads, SharedHeadCache
+from qtool.schemes.arithmetic.online_hadamard import rotate, rotate_fast
 from qtool.schemes.base import ClipRatio, Params, Scheme
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Block:
         clips: ``(clip, group_clip)`` chosen for a linear, see ``Scheme.fit``.
         permutations: input-channel order ``[K]`` of a linear whose producer could not take it;
             the stored columns are in that order and the input is gathered at run time.
+        rotated: linears whose inputs are rotated at run time, after they are gathered.
         notes: what methods report (errors, choices), written to qtool.json.
         exact: float32 tensors by parameter name where the module holds a 16-bit copy, which follows
             them; empty where the module's own are the exact ones.
@@ -54,6 +56,7 @@ class Block:
     schemes: dict[str, Scheme]
     clips: dict[str, tuple[ClipRatio, ClipRatio]] = field(default_factory=dict)
     permutations: dict[str, Tensor] = field(default_factory=dict)
+    rotated: set[str] = field(default_factory=set)
     notes: dict[str, Any] = field(default_factory=dict)
     exact: dict[str, Tensor] = field(default_factory=dict)
     full_kv: dict[str, Any] = field(default_factory=dict)
@@ -169,6 +172,16 @@ class Block:
         self.permutations[name] = order if earlier is None else earlier[order]
         self.get(name).register_forward_pre_hook(lambda _, inputs: (inputs[0][..., order],))
 
+    def rotate_inputs(self, name: str) -> None:
+        """Rotate the input channels of linear ``name``, as :mod:`.online_hadamard` does.
+
+        Its columns are rotated at once, its input when it arrives.
+        """
+        weight = self.weight(name)
+        weight.copy_(rotate(weight))
+        self.rotated.add(name)
+        self.get(name).register_forward_pre_hook(lambda _, inputs: (rotate_fast(inputs[0]),))
+
     def install(self, rounded: Mapping[str, Rounded]) -> None:
         """Let these linears compute what the quantized ones will, from now on."""
         for same in by_kind(self, rounded):
@@ -180,5 +193,7 @@ class Block:
                 weights = weights.to(linears[0].weight.dtype).unflatten(0, (-1, n))
                 for name, linear, weight in zip(names, linears, weights, strict=True):
                     order, params = self.permutations.get(name), rounded[name].params
-                    own = SimulatedLinear(linear, self.schemes[name], params, weight, order)
+                    own = SimulatedLinear(
+                        linear, self.schemes[name], params, weight, order, name in self.rotated
+                    )
                     self.module.set_submodule(name, own)

@@ -113,6 +113,10 @@ class Transform(Method):
         """Linears of a block that will store an input permutation (``block.permutations``)."""
         return ()
 
+    def rotates(self, family: Family) -> tuple[str, ...]:
+        """Linears of a block whose inputs will be rotated at run time (``block.rotated``)."""
+        return ()
+
     @abstractmethod
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         """Rewrite ``block`` (``batches`` is empty unless ``needs_data``)."""

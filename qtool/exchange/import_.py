@@ -104,7 +104,7 @@ class Import(Conversion):
         self.native = CheckpointFormat(
             schemes.most_common(1)[0][0],
             _rules(source, self.formats),
-            _permuted(source, self.grids),
+            permuted=_permuted(source, self.grids),
         )
         self.notes = [
             f"{self.foreign.name} has zero points, which {ZERO_POINTS} holds: weights are the "

@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,8 @@ from qtool.format.linear import LinearFormat
 from qtool.layouts import LAYOUTS
 from qtool.schemes import SCHEMES
 
-FORMAT_VERSION = 1
+#: 2 has linears whose inputs are rotated at run time, which 1 would have run as if they were not
+PLAIN, ROTATED = FORMAT_VERSIONS = 1, 2
 QUANT_METHOD = "qtool"
 #: the field of config.json that names a model's weight file to transformers; :data:`NOTICE` names
 #: none, so a transformers that does not know qtool stops at it instead of loading random linears
@@ -52,6 +53,7 @@ class CheckpointFormat:
     Args:
         scheme: the name the user asked for (a recipe's; its rules may mix schemes).
         permuted: names within a block of the linears that store an input permutation.
+        rotated: likewise of those whose inputs are rotated at run time.
         kv: the KV-cache quantizer, or None.
     """
 
@@ -59,27 +61,39 @@ class CheckpointFormat:
     rules: tuple[Rule, ...]
     permuted: tuple[str, ...] = ()
     kv: str | None = None
-    version: int = FORMAT_VERSION
+    rotated: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """The first format version that can say this."""
+        return ROTATED if self.rotated else PLAIN
 
     def of(self, name: str) -> LinearFormat | None:
         """The format of the linear ``name`` (full module path); None if it stays as it is."""
-        return next((rule.format for rule in self.rules if re.search(rule.match, name)), None)
+        found = next((rule.format for rule in self.rules if re.search(rule.match, name)), None)
+        if found and self.rotated and _ends_in(name, self._rotated):
+            return replace(found, rotated=True)
+        return found
 
     def is_permuted(self, name: str) -> bool:
         """Whether the linear ``name`` (full module path) stores an input permutation."""
-        parts = name.split(".")
-        return any(".".join(parts[i:]) in self._permuted for i in range(1, len(parts)))
+        return _ends_in(name, self._permuted)
 
     @cached_property
     def _permuted(self) -> frozenset[str]:
         return frozenset(self.permuted)  # a mixture has hundreds
 
+    @cached_property
+    def _rotated(self) -> frozenset[str]:
+        return frozenset(self.rotated)
+
     def to_dict(self) -> dict[str, Any]:
         """The ``quantization_config`` of config.json."""
         rules = [
-            {"match": r.match} | (asdict(r.format) if r.format else {"scheme": None})
+            {"match": r.match} | (_rule_fields(r.format) if r.format else {"scheme": None})
             for r in self.rules
         ]
+        rotated = {"rotated": list(self.rotated)} if self.rotated else {}
         return {
             "quant_method": QUANT_METHOD,
             "format_version": self.version,
@@ -87,6 +101,7 @@ class CheckpointFormat:
             "rules": rules,
             "permuted": list(self.permuted),
             "kv": self.kv,
+            **rotated,
         }
 
     def in_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,14 +122,20 @@ class CheckpointFormat:
                 "`qtool quantize` reads floats of 8 and 4 bits, `qtool import` symmetric 4-bit "
                 "integers; an export is made from the native checkpoint"
             )
-        if config.get("format_version") != FORMAT_VERSION:
-            found = config.get("format_version")
+        if (found := config.get("format_version")) not in FORMAT_VERSIONS:
             raise QtoolError(
-                f"format version {found} cannot be read; this qtool reads version {FORMAT_VERSION}"
+                f"format version {found} cannot be read; this qtool reads versions "
+                + " and ".join(map(str, FORMAT_VERSIONS))
             )
         try:
             rules = tuple(_rule(dict(rule)) for rule in config["rules"])
-            return cls(config["scheme"], rules, tuple(config.get("permuted", ())), config.get("kv"))
+            return cls(
+                config["scheme"],
+                rules,
+                permuted=tuple(config.get("permuted", ())),
+                kv=config.get("kv"),
+                rotated=tuple(config.get("rotated", ())),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise QtoolError(f"quantization_config is damaged: {error!r}") from error
 
@@ -128,6 +149,19 @@ def native_format(config: Mapping[str, Any]) -> CheckpointFormat:
     if "quantization_config" not in config:
         raise QtoolError("the model is not quantized: config.json has no quantization_config")
     return CheckpointFormat.from_dict(config["quantization_config"])
+
+
+def _ends_in(name: str, within_block: frozenset[str]) -> bool:
+    """Whether a full name is that of one of the linears ``within_block``."""
+    parts = name.split(".")
+    return any(".".join(parts[i:]) in within_block for i in range(1, len(parts)))
+
+
+def _rule_fields(linear_format: LinearFormat) -> dict[str, Any]:
+    """The fields of a rule; which linears are rotated is said once for all rules."""
+    fields = asdict(linear_format)
+    del fields["rotated"]
+    return fields
 
 
 def _rule(rule: dict[str, Any]) -> Rule:

@@ -2,7 +2,8 @@
 
 A quantized linear ``P`` of a weight ``[N, K]`` stores ``P.qweight`` (packed codes), one tensor a
 scheme parameter (``P.s1``, ``P.s2``, ...; per-group ones in the layout's order), ``P.bias`` if it
-has one, and ``P.permutation`` (int32 ``[K]``) if its input is gathered first.
+has one, and ``P.permutation`` (int32 ``[K]``) if its input is gathered first. Of a rotated linear
+the input is rotated then, as its columns were (:mod:`qtool.schemes.arithmetic.online_hadamard`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from qtool import layouts, schemes
 from qtool.errors import QtoolError
 from qtool.layouts import Layout
 from qtool.schemes import Params, Scheme
+from qtool.schemes.arithmetic.online_hadamard import SPAN
 
 #: the tensor of the packed codes, by which a packed linear is found
 CODES = "qweight"
@@ -35,12 +37,14 @@ class LinearFormat:
         group_size: input channels a group; None is the whole channel.
         layout: its name.
         scale_dtype: the dtype of stored scales, as torch names it.
+        rotated: whether the input is rotated at run time.
     """
 
     scheme: str
     group_size: int | None
     layout: str
     scale_dtype: str = "float32"
+    rotated: bool = False
 
     @cached_property
     def scheme_object(self) -> Scheme:
@@ -70,6 +74,11 @@ class LinearFormat:
             raise QtoolError(
                 f"layout {layout.name} stores {kept} of {of} weights, {scheme.name} "
                 + ("has all of them" if scheme.sparsity is None else "has others")
+            )
+        if self.rotated and k % SPAN:
+            raise QtoolError(
+                f"{name}: its inputs are rotated at run time, {SPAN} at a time, which does not "
+                f"divide {k} input channels"
             )
         try:
             scheme.require_groups(k, common or k)

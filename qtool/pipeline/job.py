@@ -135,10 +135,13 @@ class Job(Architecture):
         require_matches(recipe, names, next(iter(shapes)))
         recipe = for_shapes(for_groups(recipe, shapes), shapes)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
-        permuted = tuple(
-            dict.fromkeys(n for kind in kinds for t in transforms for n in _permuted(t, kind))
+        permuted, rotated = (
+            tuple(dict.fromkeys(n for kind in kinds for t in transforms for n in named(t, kind)))
+            for named in (_permuted, _rotated)
         )
-        checkpoint_format = CheckpointFormat(recipe.scheme, rules, permuted, recipe.kv)
+        checkpoint_format = CheckpointFormat(
+            recipe.scheme, rules, permuted=permuted, kv=recipe.kv, rotated=rotated
+        )
         return cls(
             config, family, dtype, source_dtype, recipe, checkpoint_format, transforms, rounding
         )
@@ -360,11 +363,22 @@ def _require_transforms(method: Transform) -> None:
 
 def _permuted(method: Transform, family: Family) -> tuple[str, ...]:
     """:meth:`Transform.permutes`, all of them linears of the block."""
-    names, linears = method.permutes(family), set(family.linears())
+    return _linears(method, family, method.permutes(family), "permutes")
+
+
+def _rotated(method: Transform, family: Family) -> tuple[str, ...]:
+    """:meth:`Transform.rotates`, all of them linears of the block."""
+    return _linears(method, family, method.rotates(family), "rotates")
+
+
+def _linears(
+    method: Transform, family: Family, names: tuple[str, ...], does: str
+) -> tuple[str, ...]:
+    linears = set(family.linears())
     for name in names:
         if name not in linears:
             raise QtoolError(
-                f"{method.name}: it permutes the inputs of {name!r}, no linear of a {family.name} "
+                f"{method.name}: it {does} the inputs of {name!r}, no linear of a {family.name} "
                 f"block: {suggest(name, linears)}"
             )
     return names

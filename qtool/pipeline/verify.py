@@ -24,6 +24,7 @@ from qtool.runtime.dispatch import Kernel
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, OFFSET, missing_scales
 from qtool.runtime.read_linear import load_linear, packed_linears
+from qtool.schemes.arithmetic.online_hadamard import rotate
 
 TOKENS = 8
 #: float32 epilogue (three multiplications, G additions) against float64
@@ -143,6 +144,7 @@ def _require_equal_sums(linear: QuantLinear, x: Tensor, kernel: Kernel) -> None:
 def _reference(linear: QuantLinear, x: Tensor, codes: Tensor, params: dict[str, Tensor]) -> Tensor:
     scheme = linear.format.scheme_object
     gathered = x if linear.permutation is None else x[:, linear.permutation.long()]
+    gathered = rotate(gathered) if linear.format.rotated else gathered
     y = (
         scheme.fake_activation(gathered.float(), params).double()
         @ scheme.dequantize(codes, params).double().t()

@@ -17,6 +17,7 @@ from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.kernels.dtypes import FLOATS, HALF
 from qtool.runtime.packed_linears import PackedLinears
+from qtool.schemes.arithmetic.online_hadamard import rotate
 
 if TYPE_CHECKING:
     from qtool.kernels.hopper.gemm import Operand, Weight
@@ -106,7 +107,8 @@ def _quantized(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     from qtool.kernels.activation.quantize_activation import quantize_activation
 
     fusion = "none" if call.norm is None else "rms-norm"
-    return quantize_activation(call.x, call.permutation, call.norm, fusion, call.epsilon)
+    how = (fusion, call.epsilon, call.format.rotated)
+    return quantize_activation(call.x, call.permutation, call.norm, *how)
 
 
 def _w4a8(call: Call) -> Tensor:
@@ -186,13 +188,23 @@ def _prepared(operand: "Operand", weight: "Weight", n: int, call: Call) -> "Prep
 
     shape, dtypes = (n, call.x.shape[-1]), (call.x.dtype, call.out_dtype)
     norm = (call.norm, call.epsilon)
-    return PreparedLinear(operand, weight, call.bias, call.permutation, norm, shape, *dtypes)
+    order, rotated = call.permutation, call.format.rotated
+    return PreparedLinear(operand, weight, call.bias, order, norm, shape, *dtypes, rotated=rotated)
+
+
+def _rotated(call: Call) -> Call:
+    """``call`` with its inputs gathered and rotated, where the kernel does not do it itself."""
+    if not call.format.rotated:
+        return call
+    x = call.x if call.permutation is None else call.x[:, call.permutation.long()]
+    return replace(call, x=rotate(x).to(x.dtype), permutation=None)
 
 
 def _w4ax(call: Call) -> Tensor:
     from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
     from qtool.kernels.hopper.w4ax import w4ax_gemm
 
+    call = _rotated(call)
     layout, group_size = call.format.layout, call.format.group_size
     qweight, weight_scale = call.stored["qweight"], call.stored["scale"]
     blocks = call.stored.get("eight_bit")
@@ -208,6 +220,7 @@ def _w4ax_mma(call: Call) -> Tensor:
     from qtool.kernels.activation.quantize_packed_groups import quantize_packed_groups
     from qtool.kernels.mma.w4ax import w4ax_mma_gemm
 
+    call = _rotated(call)
     layout, group_size = call.format.layout, call.format.group_size
     qweight, weight_scale = call.stored["qweight"], call.stored["scale"]
     blocks = call.stored.get("eight_bit")
@@ -222,6 +235,7 @@ def _w4ax_mma(call: Call) -> Tensor:
 def _w4a16(call: Call) -> Tensor:
     from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
 
+    call = _rotated(call)
     x = call.x if call.permutation is None else call.x[:, call.permutation.long()]
     qweight, scale = call.stored["qweight"], call.stored["scale"]
     if "metadata" in call.stored:

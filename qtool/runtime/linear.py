@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from qtool.format import LinearFormat
 from qtool.runtime.deterministic import bit_exact
 from qtool.runtime.dispatch import Call, Kernel, kernel_for
+from qtool.schemes.arithmetic.online_hadamard import rotate
 
 if TYPE_CHECKING:
     from qtool.kernels.hopper.prepared import PreparedLinear
@@ -86,9 +87,14 @@ class QuantLinear(nn.Module):
 
     @torch.compiler.disable  # bit arithmetic on views, which torch's compiler gets wrong
     def dequantize(self) -> Tensor:
-        """The float32 weight ``[N, K]``, columns in the order of the model (permutation undone)."""
+        """The float32 weight ``[N, K]``, for inputs as the model has them.
+
+        Rotation and permutation are undone.
+        """
         codes, params = self.unpack()
         weight = self.format.scheme_object.dequantize(codes, params)
+        if self.format.rotated:
+            weight = rotate(weight)
         if self.permutation is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.permutation.long(), weight)
         return weight
@@ -182,6 +188,8 @@ class QuantLinear(nn.Module):
         """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic."""
         if self.permutation is not None:
             x = x[..., self.permutation.long()]
+        if self.format.rotated:
+            x = rotate(x)
         codes, params = self.unpack()
         return self.format.scheme_object.matmul(x, codes, params, self.bias)
 

@@ -61,6 +61,7 @@ def test_w8a8_equals_the_cpu_reference(m: int) -> None:
 @pytest.mark.parametrize("k", [64, 4096, 14336, 59392])
 def test_activation_quantization_equals_the_cpu(k: int) -> None:
     x, order = torch.randn(5, k).bfloat16(), torch.randperm(k).int()
-    want = quantize_activation(x, order, None, "none", 0.0)
-    got = quantize_activation(x.cuda(), order.cuda(), None, "none", 0.0)
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
+    for rotated in (False, True):
+        want = quantize_activation(x, order, None, "none", 0.0, rotated)
+        got = quantize_activation(x.cuda(), order.cuda(), None, "none", 0.0, rotated)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))

@@ -7,6 +7,7 @@ import ctypes
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,22 +67,25 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
             module._kernel.cache_clear()
 
 
-def case(scheme: str, layout: str, m: int, normed: bool = False) -> Call:
+def case(scheme: str, layout: str, m: int, normed: bool = False, rotated: bool = False) -> Call:
     """A call of a packed linear with bias and permutation, and with an RMSNorm if ``normed``."""
     torch.manual_seed(0)
     linear = quantized(scheme, layout, torch.randn(192, 256), permuted=True)
+    linear.format = replace(linear.format, rotated=rotated)
     linear.permutation.copy_(torch.randperm(256))  # type: ignore[union-attr]
     x = torch.randn(m, 256).bfloat16()
     linear.norm = (torch.randn(256).bfloat16(), 1e-5) if normed else None
     return linear._call(x, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("m", "normed"), [(1, False), (16, True), (200, False)])
+@pytest.mark.parametrize(
+    ("m", "normed", "rotated"), [(1, False, True), (16, True, False), (200, False, False)]
+)
 @pytest.mark.parametrize(("scheme", "layout"), FORMATS)
 def test_direct_launches_are_those_of_the_ops(
-    scheme: str, layout: str, m: int, normed: bool, launches: list[Launch]
+    scheme: str, layout: str, m: int, normed: bool, rotated: bool, launches: list[Launch]
 ) -> None:
-    call = case(scheme, layout, m, normed)
+    call = case(scheme, layout, m, normed, rotated)
     kernel = KERNELS[scheme, layout][0]
     assert kernel.prepare is not None
     prepared = kernel.prepare(call)
@@ -115,7 +119,8 @@ def through_ops(call: Call) -> Tensor:
     from qtool.kernels.hopper.w8a8 import w8a8_gemm
     from qtool.runtime.dispatch import _w4a8_tensors
 
-    how = (call.norm, "none" if call.norm is None else "rms-norm", call.epsilon)
+    fusion = "none" if call.norm is None else "rms-norm"
+    how = (call.norm, fusion, call.epsilon, call.format.rotated)
     codes, scale, total = launched(quantize_activation, call.x, call.permutation, *how)
     if call.format.scheme == "w8a8":
         weight, channel = call.stored["qweight"].view(torch.int8), call.stored["scale"][:, 0]

@@ -7,6 +7,7 @@ from torch.nn.functional import silu
 from qtool.errors import QtoolError
 from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.online_hadamard import rotate
 
 
 def test_codes_scales_sums() -> None:
@@ -24,6 +25,15 @@ def test_order_gathers_input_channels() -> None:
     assert torch.equal(
         gathered, quantize_activation(x, None, None, "none", 0.0)[0][:, order.long()]
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_read_is_rotated_without_rounding(dtype: torch.dtype) -> None:
+    x, order = torch.randn(3, 256).to(dtype), torch.randperm(128).int()
+    gate, up = x.chunk(2, -1)
+    found = quantize_activation(x, order, None, "silu-up", 0.0, True)
+    codes, scale = PER_TOKEN_S8.quantize(rotate((silu(gate) * up)[:, order.long()]))
+    assert torch.equal(found[0], codes) and torch.equal(found[1], scale[:, 0])
 
 
 def test_fusions_are_the_unfused_model() -> None:
@@ -66,5 +76,7 @@ def test_refuses_in_one_sentence() -> None:
         quantize_activation(torch.randn(2, 60), None, None, "none", 0.0)
     with pytest.raises(QtoolError, match="K = 65544; expected a multiple of 8 up to 65536"):
         quantize_activation(torch.randn(2, 65544), None, None, "none", 0.0)
+    with pytest.raises(QtoolError, match="multiple of 64"):
+        quantize_activation(torch.randn(2, 96), None, None, "none", 0.0, True)
     with pytest.raises(QtoolError, match="norm is missing"):
         quantize_activation(torch.randn(2, 64), None, None, "rms-norm", 0.0)

@@ -96,7 +96,7 @@ def test_a_layout_of_pruned_weights_says_so_itself(monkeypatch: pytest.MonkeyPat
 
 def test_the_format_survives_json() -> None:
     rules = (Rule("down", None), Rule(".*", LinearFormat("w4a4", 32, "apex4", "bfloat16")))
-    written = CheckpointFormat("mine", rules, ("self_attn.q_proj",), "kv4")
+    written = CheckpointFormat("mine", rules, permuted=("self_attn.q_proj",), kv="kv4")
     assert CheckpointFormat.from_dict(written.to_dict()) == written
     assert written.is_permuted("model.layers.3.self_attn.q_proj")
     assert not written.is_permuted("model.layers.3.self_attn.k_proj")

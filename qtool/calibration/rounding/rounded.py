@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qtool.errors import CheckFailed, QtoolError, checking
 from qtool.format import LinearFormat
 from qtool.schemes.arithmetic.activation import Activation
+from qtool.schemes.arithmetic.online_hadamard import rotate_fast
 from qtool.schemes.base import Params, Scheme
 
 
@@ -111,20 +112,25 @@ class SimulatedLinear(nn.Module):
         params: Params,
         weight: Tensor,
         permutation: Tensor | None = None,
+        rotated: bool = False,
     ) -> None:
         super().__init__()
-        self.scheme, self.params, self.permutation = scheme, params, permutation
+        self.scheme, self.params = scheme, params
+        self.permutation, self.rotated = permutation, rotated
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = linear.bias
 
     @property
     def activation(self) -> Activation | None:
-        """What quantizes the input; None where it is gathered first or parameters matter."""
-        return self.scheme.input_quantizer if self.permutation is None else None
+        """What quantizes the input; None where it is changed first or parameters matter."""
+        as_it_is = self.permutation is None and not self.rotated
+        return self.scheme.input_quantizer if as_it_is else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.permutation is not None:
             x = x[..., self.permutation]
+        if self.rotated:
+            x = rotate_fast(x)
         return nn.functional.linear(
             self.scheme.fake_activation(x, self.params), self.weight, self.bias
         )

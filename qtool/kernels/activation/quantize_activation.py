@@ -5,7 +5,8 @@
 
 ``y`` is x, or what the model computes just before the linear, fused: ``RMSNorm(x) * norm`` or
 ``SiLU(gate) * up``; then gathered by ``order``. A fused y is rounded to x's dtype where the unfused
-model rounds it.
+model rounds it. It may be rotated then, in float32
+(:mod:`qtool.schemes.arithmetic.online_hadamard`).
 """
 
 import struct
@@ -26,6 +27,7 @@ from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.launch import compute_capability, launch, load, pointers, require_ampere
 from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
+from qtool.schemes.arithmetic.online_hadamard import SPAN, rotate
 
 #: what the op fuses
 FUSIONS = ("none", "rms-norm", "silu-up")
@@ -52,6 +54,7 @@ class QuantizeActivation(NamedTuple):
         order: int32 ``[K]``, the input channel of each code (a stored permutation), or ``None``.
         norm: RMSNorm's weight ``[K]`` in x's dtype, for ``rms-norm``. epsilon: RMSNorm's.
         fusion: ``none``, ``rms-norm`` or ``silu-up``.
+        rotated: rotate it before it is quantized; K is a multiple of 64 then.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.
@@ -62,6 +65,7 @@ class QuantizeActivation(NamedTuple):
     norm: Tensor | None
     fusion: str
     epsilon: float
+    rotated: bool = False
 
     @property
     def k(self) -> int:
@@ -75,8 +79,9 @@ class QuantizeActivation(NamedTuple):
         if x.dim() != 2:
             raise QtoolError(f"{op}: x is {x.dim()}-D; expected [M, K]")
         (m, width), k = x.shape, self.k
-        if k % 8 or k == 0 or k > MOST_CHANNELS or (fusion == "silu-up" and width % 16):
-            raise QtoolError(f"{op}: K = {k}; expected a multiple of 8 up to {MOST_CHANNELS}")
+        step = SPAN if self.rotated else 8
+        if k % step or k == 0 or k > MOST_CHANNELS or (fusion == "silu-up" and width % 16):
+            raise QtoolError(f"{op}: K = {k}; expected a multiple of {step} up to {MOST_CHANNELS}")
         expected: dict[str, Expected] = {
             "x": (x, (m, width), FLOATS),
             "order": (self.order, None if self.order is None else (k,), (torch.int32,)),
@@ -92,13 +97,19 @@ class QuantizeActivation(NamedTuple):
             x.new_empty((m,), dtype=torch.int32),
         )
 
+    def read(self) -> Tensor:
+        """y ``[M, K]`` in x's dtype, before it is rotated."""
+        return fused(self.x, self.order, self.norm, self.fusion, self.epsilon)
+
     def reference(self) -> tuple[Tensor, Tensor, Tensor]:
-        codes, scale = PER_TOKEN_S8.quantize(fused(*self))
+        y = self.read()
+        codes, scale = PER_TOKEN_S8.quantize(rotate(y) if self.rotated else y)
         return codes, scale[:, 0].contiguous(), codes.sum(1, dtype=torch.int32)
 
     def launch(self, out: tuple[Tensor, Tensor, Tensor]) -> None:
         x, order = self.x, self.order
-        sources = definitions(self.k, x.dtype, self.fusion, order is not None, x.device)
+        how = (self.fusion, order is not None, self.rotated)
+        sources = definitions(self.k, x.dtype, *how, x.device)
         plan = RowPlan(sources, (order, self.norm), self.k, self.epsilon, x.device)
         plan.launch(len(x), *pointers(x, *out))
 
@@ -182,37 +193,47 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...], arch: str, device
 
 
 def definitions(
-    k: int, dtype: torch.dtype, fusion: str, gather: bool, device: torch.device
+    k: int, dtype: torch.dtype, fusion: str, gather: bool, rotated: bool, device: torch.device
 ) -> list[tuple[float, Source]]:
     """The kernels for ``device``, each up to so many tokens."""
     shared = CLUSTERS if k > WIDE and compute_capability(device) == (9, 0) else ()
     clusters = (*shared, (inf, 1))
-    return [(most, definition(k, dtype, fusion, gather, cluster)) for most, cluster in clusters]
+    how = (fusion, gather, rotated)
+    return [(most, definition(k, dtype, *how, cluster)) for most, cluster in clusters]
 
 
-def definition(k: int, dtype: torch.dtype, fusion: str, gather: bool, cluster: int = 1) -> Source:
+def definition(
+    k: int, dtype: torch.dtype, fusion: str, gather: bool, rotated: bool = False, cluster: int = 1
+) -> Source:
     """Source name, prologue and macros of one kernel."""
-    return "activation/quantize_activation", "", row_definition(k, dtype, fusion, gather, cluster)
+    how = (fusion, gather, rotated, cluster)
+    return "activation/quantize_activation", "", row_definition(k, dtype, *how)
 
 
 def row_definition(
-    k: int, dtype: torch.dtype, fusion: str, gather: bool, cluster: int = 1
+    k: int, dtype: torch.dtype, fusion: str, gather: bool, rotated: bool = False, cluster: int = 1
 ) -> dict[str, int]:
     """Macros of csrc/activation/activation_row.cuh: ``cluster`` blocks hold a row in registers."""
     # a few rows take as long as one thread's values, many want several blocks a multiprocessor
     part = -(-k // cluster)
     threads = next((t for t in (128, 256, 512) if part <= 8 * t), 512 if part <= 32 * 512 else 1024)
     pieces = -(-part // (8 * threads))
-    defines = {"DTYPE": NUMBERS[dtype], "FUSION": ROW_SOURCES[fusion], "GATHER": int(gather)}
+    defines = {"DTYPE": NUMBERS[dtype], "FUSION": ROW_SOURCES[fusion]}
+    defines |= {"GATHER": int(gather), "ROTATE": int(rotated)}
     return defines | {"THREADS": threads, "PIECES": pieces, "CLUSTER": cluster}
 
 
 def builds() -> Iterator[Build]:
-    """Each fusion at a short and a long row, on each architecture; on Hopper by clusters too."""
-    cases = [(*case, 1) for case in product(ARCHS, FUSIONS, (64, 4096, IN_REGISTERS))]
+    """Each fusion at a short and a long row, rotated and not, on each architecture.
+
+    On Hopper by clusters too.
+    """
+    both = (False, True)
+    cases = [(*case, 1) for case in product(ARCHS, FUSIONS, (64, 4096, IN_REGISTERS), both)]
     sizes = [cluster for _, cluster in CLUSTERS]
-    cases += product(("sm_90a",), FUSIONS, (WIDE + 8, IN_REGISTERS), sizes)
-    for arch, fusion, k, cluster in cases:
-        source = definition(k, torch.bfloat16, fusion, True, cluster)
-        name = f"quantize_activation {fusion} K={k}" + f" cluster={cluster}" * (cluster > 1)
+    cases += product(("sm_90a",), FUSIONS, (WIDE + SPAN, IN_REGISTERS), both, sizes)
+    for arch, fusion, k, rotated, cluster in cases:
+        source = definition(k, torch.bfloat16, fusion, True, rotated, cluster)
+        name = f"quantize_activation {fusion} K={k}" + " rotated" * rotated
+        name += f" cluster={cluster}" * (cluster > 1)
         yield Build(name, arch, source, source[2]["THREADS"], calls=True)

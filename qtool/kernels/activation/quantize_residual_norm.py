@@ -67,7 +67,7 @@ class QuantizeResidualNorm(NamedTuple):
 
     def launch(self, out: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
         x, order, (*quantized, added) = self.x, self.order, out
-        sources = definitions(x.shape[1], x.dtype, FUSION, order is not None, x.device)
+        sources = definitions(x.shape[1], x.dtype, FUSION, order is not None, False, x.device)
         plan = RowPlan(sources, (order, self.norm), x.shape[1], self.epsilon, x.device)
         plan.launch(len(x), *pointers(x, *quantized), residual=pointers(self.residual, added))
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qtool.kernels.activation.quantize_activation import ROW_SOURCES, fused
+from qtool.kernels.activation.quantize_activation import ROW_SOURCES
 from qtool.kernels.build import Build, Source, cubin
 from qtool.kernels.dtypes import NUMBERS
 from qtool.kernels.experts.rows import FUSIONS, ExpertRows
@@ -39,7 +39,7 @@ class GatherExpertRows(ExpertRows):
         return self.new_rows(self.quantized.k, dtype=self.x.dtype)
 
     def reference(self) -> Tensor:
-        return self.placed(fused(*self.quantized))
+        return self.placed(self.quantized.read())
 
     def launch(self, out: Tensor) -> None:
         device, k = self.x.device, out.shape[1]
@@ -58,7 +58,7 @@ gather_expert_rows = operator("gather_expert_rows", GatherExpertRows)
 
 def definition(k: int, dtype: torch.dtype, fusion: str) -> Source:
     """Source name, prologue and macros of one kernel: eight values a thread."""
-    defines = {"DTYPE": NUMBERS[dtype], "FUSION": ROW_SOURCES[fusion], "GATHER": 0}
+    defines = {"DTYPE": NUMBERS[dtype], "FUSION": ROW_SOURCES[fusion], "GATHER": 0, "ROTATE": 0}
     return SOURCE, "", defines | {"THREADS": THREADS, "PIECES": 1, "CLUSTER": -(-k // 8 // THREADS)}
 
 

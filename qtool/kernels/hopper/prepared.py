@@ -47,6 +47,7 @@ class PreparedLinear:
         order: int32 ``[K]``, the input channel of each code, or None.
         norm: weight ``[K]`` and epsilon of an RMSNorm that the input goes through first, or None
             and 0.
+        rotated: whether it is rotated then.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class PreparedLinear:
         shape: tuple[int, int],
         dtype: torch.dtype,
         out_dtype: torch.dtype,
+        *,
+        rotated: bool = False,
     ) -> None:
         self.operand, self.weight, self.bias, self.out_dtype = operand, weight, bias, out_dtype
         (self.n, self.k), self.device = shape, weight.scale1.device
         weight_of_norm, epsilon = norm
         fusion = "none" if weight_of_norm is None else "rms-norm"
-        sources = definitions(self.k, dtype, fusion, order is not None, self.device)
+        sources = definitions(self.k, dtype, fusion, order is not None, rotated, self.device)
         self.rows = RowPlan(sources, (order, weight_of_norm), self.k, epsilon, self.device)
         self.plans: dict[torch.Size, Buffers] = {}
         # what Inductor's code allocates with: half the time of torch.empty, on the current device

@@ -327,6 +327,8 @@ class BuiltBlocks:
             block.schemes[name] = linear_format.scheme_object
             if (order := parts.get(f"{name}.permutation")) is not None:
                 block.permutations[name] = order.long()
+            if linear_format.rotated:
+                block.rotated.add(name)
         for names in _packed_at_once(formats, linears, self.device):
             linear_format, (n, k) = formats[names[0]], linears[names[0]]
             stored_parts = [

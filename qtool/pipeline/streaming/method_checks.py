@@ -25,6 +25,15 @@ def require_stored(block: Block, job: Job) -> None:
                 f"{full}: a transform permutes its inputs, and {why}, so that the order would not"
                 " be stored"
             )
+    for name in sorted(block.rotated):
+        full = job.full(block.index, name)
+        linear_format = job.format.of(full)
+        if linear_format is None or not linear_format.rotated:
+            why = "it stays in 16 bits" if linear_format is None else "none names it in rotates"
+            raise QtoolError(
+                f"{full}: a transform rotates its inputs, and {why}, so that nothing would rotate "
+                "them at run time"
+            )
     for name in sorted(block.clips.keys() - job.linears(block.index).keys()):
         raise QtoolError(
             f"a transform chooses a clip for {name!r}, no linear of block {block.index}: "

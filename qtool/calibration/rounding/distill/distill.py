@@ -181,7 +181,14 @@ class Distill(Rounding):
             linear = block.get(name)
             scheme = block.schemes[name]
             order = block.permutations.get(name)
-            learned = LearnedLinear(linear, scheme, rounded, order, block.weight(name))  # type: ignore[arg-type]
+            learned = LearnedLinear(
+                linear,  # type: ignore[arg-type]
+                scheme,
+                rounded,
+                order,
+                block.weight(name),
+                rotated=name in block.rotated,
+            )
             student.module.set_submodule(name, learned)
         return student
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from qtool.calibration.rounding.distill import straight_through_triton
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.scales import float_scale
+from qtool.schemes.arithmetic.online_hadamard import rotate_fast
 from qtool.schemes.base import Grid, Params, Scheme, stored_scale
 
 #: a learned weight starts at most this far from its code, in steps: below 1/2, so that it has that
@@ -57,9 +58,12 @@ class LearnedLinear(nn.Module):
         start: Rounded,
         permutation: Tensor | None,
         weight: Tensor | None = None,
+        *,
+        rotated: bool = False,
     ) -> None:
         super().__init__()
-        self.scheme, self.params, self.permutation = scheme, start.params, permutation
+        self.scheme, self.params = scheme, start.params
+        self.permutation, self.rotated = permutation, rotated
         self.bias, self.dtype = linear.bias, linear.weight.dtype
         value = scheme.groups(scheme.dequantize(start.codes, start.params))  # [N, G, g]
         #: what the scheme's sparsity left out stays out
@@ -122,6 +126,8 @@ class LearnedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.permutation is not None:
             x = x[..., self.permutation]
+        if self.rotated:
+            x = rotate_fast(x)
         params = self.now()
         x = _Replaced.apply(x, self.scheme.fake_activation(x.detach(), params))
         grid = self.scheme.grid(params)

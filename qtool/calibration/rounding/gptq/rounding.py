@@ -333,13 +333,14 @@ def moments_observer(
 
 
 def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
-    """The quantized ones of ``names``, gathered by scheme, group size and input permutation."""
+    """The quantized ones of ``names``, gathered by scheme, group size and order of the inputs."""
     together: dict[object, list[str]] = {}
     for name in names:
         if scheme := block.schemes.get(name):
             order = block.permutations.get(name)
             permutation = order is not None and tuple(order.tolist())
-            key = type(scheme), scheme.group_size, scheme.scale_dtype, permutation
+            rotated = name in block.rotated
+            key = type(scheme), scheme.group_size, scheme.scale_dtype, permutation, rotated
             together.setdefault(key, []).append(name)
     yield from together.values()
 

@@ -1,7 +1,7 @@
 // A row of activations in a block's registers, eight values a thread and piece: x, or what the model computes just before
 // a linear, fused: x gathered, RMSNorm(x) * weight, RMSNorm(x + residual) * weight, SiLU(gate) * up, rounded to the input's
-// dtype where the unfused model rounds it, so that fusing changes speed only. The host defines DTYPE, FUSION, GATHER, THREADS, PIECES
-// and CLUSTER: the blocks that share a row, since one multiprocessor takes long for a wide one.
+// dtype where the unfused model rounds it, so that fusing changes speed only; then rotated, if ROTATE. The host defines DTYPE, FUSION,
+// GATHER, ROTATE, THREADS, PIECES and CLUSTER: the blocks that share a row, since one multiprocessor takes long for a wide one.
 #pragma once
 #include "common/element.cuh"
 
@@ -126,6 +126,31 @@ __device__ __forceinline__ T reduce(T v, T* scratch) {
     return all;
 }
 
+// Each 64 columns, which eight neighbouring threads have, by the Hadamard matrix of 64 over 8: in the order of sums of
+// qtool/schemes/arithmetic/online_hadamard.py.
+__device__ __forceinline__ void rotate(float (&y)[8]) {
+#pragma unroll
+    for (int width = 1; width < 8; width *= 2) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (j & width) continue;
+            const float low = y[j], high = y[j + width];
+            y[j] = low + high, y[j + width] = low - high;
+        }
+    }
+#pragma unroll
+    for (int lane = 1; lane < 8; lane *= 2) {
+        const bool high = threadIdx.x & lane;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float other = __shfl_xor_sync(0xFFFFFFFF, y[j], lane);
+            y[j] = high ? other - y[j] : y[j] + other;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) y[j] *= 0.125f;
+}
+
 // y [PIECES][8]: value j of piece i is column column_of(i) + j; zeros beyond K.
 __device__ __forceinline__ void load_row(float (&y)[PIECES][8], const Input& in, u64 row, int k, float epsilon, float* scratch) {
     const Element* x = static_cast<const Element*>(in.x) + row * k * (FUSION == kSiluUp ? 2 : 1);
@@ -179,5 +204,9 @@ __device__ __forceinline__ void load_row(float (&y)[PIECES][8], const Input& in,
             for (int j = 0; j < 8; ++j) y[i][j] *= widen(norm.v[j]);
             round(y[i]);
         }
+    }
+    if constexpr (ROTATE) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) rotate(y[i]);
     }
 }

@@ -1,0 +1,64 @@
+"""Rotation of what down projections read, while the model runs (QuaRot section 4, SpinQuant's R4).
+
+That is the product of two linears' outputs: its few large values set every token's scale, and no
+rotation folds into what precedes it. The operation that quantizes it does the rotation
+(:mod:`qtool.schemes.arithmetic.online_hadamard`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.method import Transform
+from qtool.calibration.transforms.reorder import recipe_group
+from qtool.models.family import Family
+from qtool.schemes.arithmetic.online_hadamard import SPAN
+
+
+@dataclass(kw_only=True)
+class OnlineHadamard(Transform):
+    """Rotate what dense down projections read, 64 channels at a time.
+
+    Those of routed experts, and linears whose input channels 64 does not divide, stay as they are.
+    """
+
+    name = "online-hadamard"
+    needs_data = False
+    after: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("rotate", "smooth", "reorder", "gather-outliers"),
+        "it folds in the channels that come before the rotation",
+    )
+    _chosen = frozenset[str]()
+
+    def prepare(self, family: Family, config: Any) -> None:
+        super().prepare(family, config)
+        kinds = dict.fromkeys(family.at(config, i) for i in range(config.num_hidden_layers))
+        reads = {
+            kind: [
+                name
+                for group in kind.groups
+                if recipe_group(group) == "product" and not group.routed
+                for name in group.linears
+            ]
+            for kind in kinds
+        }
+        odd = {
+            name
+            for kind, names in reads.items()
+            for name in names
+            if kind.shape(f"{name}.weight", config)[1] % SPAN
+        }
+        self._chosen = frozenset(name for names in reads.values() for name in names) - odd
+
+    def rotates(self, family: Family) -> tuple[str, ...]:
+        return tuple(name for name in family.linears() if name in self._chosen)
+
+    @torch.no_grad()
+    def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        for name in self.rotates(block.family):
+            if name in block.schemes:
+                block.rotate_inputs(name)
