@@ -131,6 +131,11 @@ TARGET = click.option(
 BLOCKS = click.option(
     "--max-8bit-blocks", type=NOT_NEGATIVE, help="w4ax-fmpq: at most so many 8-bit blocks a layer."
 )
+FOR_EXPORT = click.option(
+    "--for-export",
+    is_flag=True,
+    help="Leave out of the recipe what other tools' loaders cannot run.",
+)
 LAYOUT = click.option(
     "--layout", help="Packed layout of every quantized layer; the recipe's by default."
 )
@@ -206,6 +211,7 @@ RUN = (
     GROUP,
     LAYOUT,
     BLOCKS,
+    FOR_EXPORT,
     KV,
     CALIB,
     SAMPLES,

@@ -134,6 +134,11 @@ def _formats(
                     f"{target.name} cannot gather a layer's input: quantize by a recipe without "
                     "reorder and gather-outliers"
                 )
+            if found.rotated:
+                raise QtoolError(
+                    f"{name}: its inputs are rotated at run time (online-hadamard), which loaders "
+                    f"of {target.name} do not do: quantize with --for-export"
+                )
             shape, cuts = shapes[f"{linear}.weight"], ranks[linear]
             _require_share(target, name, found, shape, cuts, tensor_parallel)
         routers = (router for readers in family.readers.values() for router in readers)

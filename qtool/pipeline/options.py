@@ -39,6 +39,7 @@ class RecipeOverrides:
         windows: calibration windows are all of the text (``given``), or started by it and continued
             by the model (``continued``).
         max_8bit_blocks: of w4ax-fmpq: at most so many 8-bit blocks of 128 channels a layer.
+        for_export: leave out what only qtool's runtime and plugins do: ``online-hadamard``.
     """
 
     target: str | None = None
@@ -47,6 +48,7 @@ class RecipeOverrides:
     kv: str | None = None
     windows: str | None = None
     max_8bit_blocks: int | None = None
+    for_export: bool = False
 
     def recipe(
         self,
@@ -85,6 +87,8 @@ class RecipeOverrides:
             chosen = chosen.with_layout(self.layout)
         if self.max_8bit_blocks is not None:
             chosen = chosen.with_options("gather-outliers", max_8bit_blocks=self.max_8bit_blocks)
+        if self.for_export:
+            chosen = chosen.for_export()
         if self.windows is not None:
             if self.windows not in (GIVEN, CONTINUED):
                 raise QtoolError(f"--windows {self.windows!r}: {GIVEN} or {CONTINUED} is expected")
@@ -183,6 +187,7 @@ class QuantizeKeywords(TypedDict, total=False):
     layout: str | None
     windows: str | None
     max_8bit_blocks: int | None
+    for_export: bool
     samples: int | None
     seqlen: int
     seed: int

@@ -113,6 +113,11 @@ class Recipe:
             self, transforms=(*self.transforms[:before], *added, *self.transforms[before:])
         )
 
+    def for_export(self) -> "Recipe":
+        """The recipe without what only qtool's own runtime and plugins do: ``online-hadamard``."""
+        kept = tuple(step for step in self.transforms if step.name != "online-hadamard")
+        return replace(self, transforms=kept)
+
     def with_options(self, method: str, **options: Any) -> "Recipe":
         """``options`` set on the transform ``method``.
 
