@@ -1,5 +1,7 @@
 """QuantLinear: its packed bytes, its permutation and bias, for every scheme and layout that fit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from qtool.errors import QtoolError
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.layouts.marlin_24 import Marlin24Layout
 from qtool.runtime.linear import QuantLinear
+from qtool.schemes.arithmetic.online_hadamard import rotate
 
 FITTING = [
     (scheme, layout)
@@ -100,6 +103,42 @@ def test_the_format_survives_json() -> None:
     assert CheckpointFormat.from_dict(written.to_dict()) == written
     assert written.is_permuted("model.layers.3.self_attn.q_proj")
     assert not written.is_permuted("model.layers.3.self_attn.k_proj")
+
+
+def test_rotated_linears_are_another_version_of_the_format() -> None:
+    rules = (Rule("up", None), Rule(".*", LinearFormat("w8a8", None, "row-major-8")))
+    plain = CheckpointFormat("w8a8", rules)
+    rotated = replace(plain, rotated=("mlp.down_proj", "mlp.up_proj"))
+    assert CheckpointFormat.from_dict(rotated.to_dict()) == rotated
+    assert (plain.to_dict()["format_version"], rotated.to_dict()["format_version"]) == (1, 2)
+    assert "rotated" not in plain.to_dict()
+    down, gate = "model.layers.3.mlp.down_proj", "model.layers.3.mlp.gate_proj"
+    found = {name: rotated.of(name) for name in (down, gate)}
+    assert found[down] == replace(found[gate], rotated=True)  # type: ignore[type-var]
+    assert rotated.of("model.layers.3.mlp.up_proj") is None
+    with pytest.raises(
+        QtoolError, match="version 3 cannot be read; this qtool reads version"
+    ):
+        CheckpointFormat.from_dict(rotated.to_dict() | {"format_version": 3})
+
+
+@pytest.mark.parametrize(("scheme", "layout"), FITTING)
+def test_a_rotated_linear_multiplies_rotated_inputs(scheme: str, layout: str) -> None:
+    torch.manual_seed(0)
+    linear, x = quantized(scheme, layout, torch.randn(128, 256), permuted=True), torch.randn(3, 256)
+    linear.permutation.copy_(torch.randperm(256))  # type: ignore[union-attr]
+    order = linear.permutation.long()  # type: ignore[union-attr]
+    plain = linear.dequantize()[:, order]
+    linear.format = replace(linear.format, rotated=True)
+    codes, params = linear.unpack()
+    kind, rotated = linear.format.scheme_object, rotate(x[:, order])
+    assert torch.equal(linear.reference(x), kind.matmul(rotated, codes, params, linear.bias))
+    assert torch.equal(linear.dequantize()[:, order], rotate(plain))
+
+
+def test_rotated_inputs_are_a_multiple_of_64() -> None:
+    with pytest.raises(QtoolError, match=r"down: .* 64 at a time, .* 96 input channels"):
+        LinearFormat("w8a8", None, "row-major-8", rotated=True).require("down", 64, 96)
 
 
 @pytest.mark.parametrize("scheme, layout", [("w8a8", "row-major-8"), ("w4a8-qoq", "dual-mma")])
