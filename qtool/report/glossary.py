@@ -16,6 +16,8 @@ METHODS = {
     "reorder": "input channels are sorted by size, so that a group holds similar sizes",
     "gather-outliers": "the largest input channels are brought together in few blocks, which keep "
     "8-bit activations",
+    "online-hadamard": "what down projections read is mixed by a Hadamard matrix while the model "
+    "runs, so that no channel stands out",
     "clip": "a weight's range is cut where that lowers the error of the layer's output",
     "rtn": "each weight is rounded to the nearest code",
     "gptq": "a weight is rounded column by column; the columns to come make up for the error so "

@@ -87,7 +87,13 @@ def test_what_cannot_rotate_is_smoothed_behind_its_norms(
     assert "residual stream left out" in job.recipe.adaptations[0]
     steps = {step.name: dict(step.options) for step in job.recipe.transforms}
     heads = {"learn_steps": 200, "residual": False}
-    assert steps == {"norm-fusion": {}, "rotate": heads, "smooth": {"balance": True}}
+    smooth = {"balance": True}
+    assert steps == {
+        "norm-fusion": {},
+        "rotate": heads,
+        "smooth": smooth,
+        "online-hadamard": {},
+    }
 
 
 def test_what_was_adapted_is_printed_and_recorded(
