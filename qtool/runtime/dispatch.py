@@ -193,11 +193,14 @@ def _prepared(operand: "Operand", weight: "Weight", n: int, call: Call) -> "Prep
 
 
 def _rotated(call: Call) -> Call:
-    """``call`` with its inputs gathered and rotated, where the kernel does not do it itself."""
+    """``call`` with its inputs gathered and rotated, where the kernel does not do it itself.
+
+    They are float32 then, as the reference quantizes them.
+    """
     if not call.format.rotated:
         return call
     x = call.x if call.permutation is None else call.x[:, call.permutation.long()]
-    return replace(call, x=rotate(x).to(x.dtype), permutation=None)
+    return replace(call, x=rotate(x), permutation=None)
 
 
 def _w4ax(call: Call) -> Tensor:
@@ -235,8 +238,9 @@ def _w4ax_mma(call: Call) -> Tensor:
 def _w4a16(call: Call) -> Tensor:
     from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
 
-    call = _rotated(call)
+    dtype, call = call.x.dtype, _rotated(call)
     x = call.x if call.permutation is None else call.x[:, call.permutation.long()]
+    x = x.to(dtype)  # the kernel takes 16 bits alone
     qweight, scale = call.stored["qweight"], call.stored["scale"]
     if "metadata" in call.stored:
         return w4a16_24_gemm(x, qweight, call.stored["metadata"], scale, call.bias, call.out_dtype)

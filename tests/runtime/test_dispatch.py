@@ -2,11 +2,16 @@
 kernels do.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from qtool.format import LinearFormat
+from qtool.kernels.dtypes import HALF
+from qtool.pipeline import verify
 from qtool.runtime.dispatch import KERNELS, Kernel, kernel_for
+from qtool.schemes.arithmetic.online_hadamard import rotate
 from tests.runtime.test_linear import quantized
 
 EACH = [(*key, kernel) for key, kernels in KERNELS.items() for kernel in kernels]
@@ -30,6 +35,32 @@ def test_kernel_references_are_the_schemes(
         linear.permutation.copy_(torch.randperm(256))  # type: ignore[union-attr]
     y, expected = linear.multiply(x, kernel, torch.float32), linear.reference(x)
     assert (y - expected).norm() <= kernel.tolerance * expected.norm()
+
+
+@pytest.mark.parametrize(("scheme", "layout", "kernel"), EACH)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_references_rotate_as_the_schemes_do(
+    scheme: str, layout: str, kernel: Kernel, dtype: torch.dtype
+) -> None:
+    """16 bits alone round a rotated input, where a kernel takes nothing else."""
+    if dtype not in kernel.dtypes:
+        pytest.skip(f"{kernel.name} takes 16 bits")
+    torch.manual_seed(1)
+    linear = quantized(scheme, layout, torch.randn(128, 256), permuted=True)
+    linear.format = replace(linear.format, rotated=True)
+    order = torch.randperm(256)
+    linear.permutation.copy_(order)  # type: ignore[union-attr]
+    x = torch.randn(7, 256).to(dtype)
+    rotated = rotate(x[:, order])
+    if kernel.dtypes == HALF:
+        rotated = rotated.to(dtype)
+    kind, (codes, params) = linear.format.scheme_object, linear.unpack()
+    expected = kind.matmul(rotated, codes, params, linear.bias)
+    y = linear.multiply(x, kernel, torch.float32)
+    assert (y - expected).norm() <= kernel.tolerance * expected.norm()
+    if dtype == inputs(kernel).dtype:  # what `qtool verify` gives it
+        checked = verify._reference(linear, x, codes, params)
+        assert (y - checked).norm() <= kernel.tolerance * checked.norm()
 
 
 @pytest.mark.parametrize(("scheme", "layout", "kernel"), EACH)
