@@ -48,7 +48,8 @@ class PackedLinears:
             if other != first:
                 raise QtoolError(
                     f"{layer}: the engine joins {names[0]} ({_words(first)}) and {name} "
-                    f"({_words(other)}); they must have one scheme, group size and layout"
+                    f"({_words(other)}); they must have one scheme, group size and layout, and "
+                    "inputs rotated alike"
                 )
         return first
 
@@ -70,7 +71,7 @@ class PackedLinears:
 
         Raises:
             QtoolError: if linears of a stack differ, one stack alone is packed, or inputs are
-                permuted.
+                permuted or rotated.
         """
         first, second = self.joined(layer, gate_up), self.joined(layer, down)
         if first is None and second is None:
@@ -83,6 +84,11 @@ class PackedLinears:
             raise QtoolError(
                 f"{layer}: experts with input permutations are not served; quantize without "
                 "reordering"
+            )
+        if first.rotated or second.rotated:
+            raise QtoolError(
+                f"{layer}: experts with rotated inputs are not served; quantize without rotating "
+                "what they read"
             )
         return first, second
 
@@ -169,4 +175,5 @@ def _words(linear_format: LinearFormat | None) -> str:
     if linear_format is None:
         return "16 bits"
     size = linear_format.group_size or "channel"
-    return f"{linear_format.scheme}, group {size}, {linear_format.layout}"
+    rotated = ", rotated inputs" * linear_format.rotated
+    return f"{linear_format.scheme}, group {size}, {linear_format.layout}{rotated}"

@@ -1,6 +1,7 @@
 """Experts of a packed mixture in one launch a stack: what they compute, and when they do."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,21 @@ def test_in_float32_too(packed: Path) -> None:
     expected = model(IDS).logits
     group_experts(model)
     assert (model(IDS).logits - expected).norm() <= 0.02 * expected.norm()
+
+
+@torch.no_grad()
+def test_rotated_experts_come_one_after_another(packed: Path) -> None:
+    """No kernel of all experts rotates tokens."""
+    model = load_as_stored(packed)
+    for experts in stacks(model):
+        for expert in experts:
+            down: Any = expert.get_submodule(experts.roles["down"])
+            down.format = replace(down.format, rotated=True)
+    plain = dequantized(copy.deepcopy(model))
+    group_experts(model)
+    assert all(experts.grouped is None for experts in stacks(model))
+    expected = plain(IDS).logits
+    assert (model(IDS).logits - expected).norm() <= 0.1 * expected.norm()
 
 
 @torch.no_grad()

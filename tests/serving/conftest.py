@@ -38,6 +38,8 @@ OWN: dict[str, dict[str, Any]] = {
     "falcon": {"head_dim": None, "num_key_value_heads": None},
 }
 FORMATS = sorted(KERNELS)
+#: what a recipe whose down projections read rotated inputs has besides
+ROTATED: dict[str, Any] = {"transforms": ["online-hadamard"]}
 
 #: (scheme, layout, variant of the model, options) -> the directory of the native checkpoint
 Native = Callable[..., Path]

@@ -1,5 +1,7 @@
 """Stored tensors joined and cut are those of the joined and cut weight."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -60,3 +62,15 @@ def test_refusals_name_the_layer_and_the_way_out() -> None:
         require_shares(
             "down", linear_format("w4a8-qoq-g128", "compute-aware"), (64,), 128, 2, permuted=False
         )
+
+
+def test_a_rank_s_share_of_rotated_inputs() -> None:
+    """Ranks rotate what they have: 64 channels must not be cut."""
+    found = replace(linear_format("w8a8", "row-major-8"), rotated=True)
+    require_shares("down", found, (64,), 128, 4, permuted=False)
+    with pytest.raises(
+        QtoolError,
+        match=r"^down: its inputs are rotated at run time, 64 at a time, which does not divide 96 "
+        r"input channels; this is one rank's share: use a smaller tensor-parallel size$",
+    ):
+        require_shares("down", found, (64,), 96, 4, permuted=False)

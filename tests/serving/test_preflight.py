@@ -18,7 +18,7 @@ from qtool.runtime.packed_linears import PackedLinears
 from qtool.serving.preflight import require_gpus, require_servable, require_shares_and_kernels
 from qtool.serving.vllm import engine
 from tests.models.tiny import save_tiny
-from tests.serving.conftest import FORMATS, Native, rewritten, rule
+from tests.serving.conftest import FORMATS, ROTATED, Native, rewritten, rule
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -100,6 +100,31 @@ def test_permuted_inputs_of_experts_and_of_one_of_several(native: Native, tmp_pa
         directory = rewritten(alike, tmp_path / variant, orders, permuted=names)
         with pytest.raises(QtoolError, match=said):
             require_servable(directory, 1, HOPPER)
+
+
+def test_rotated_inputs_of_experts_and_of_one_of_several(native: Native, tmp_path: Path) -> None:
+    down = [f"block_sparse_moe.experts.{e}.w2" for e in range(4)]
+    for variant, names, said in (
+        ("mixtral", down, r"experts: experts with rotated inputs are not served"),
+        ("llama", ["mlp.up_proj"], r"gate_proj \(w8a8, .*8\) and .*up_proj .*, rotated inputs\)"),
+    ):
+        plain = native("w8a8", "row-major-8", variant)
+        rotated = {"rotated": names, "format_version": 2}
+        directory = rewritten(plain, tmp_path / variant, {}, **rotated)
+        require_servable(plain, 1, HOPPER)
+        with pytest.raises(QtoolError, match=rf"^model.layers.0.*{said}"):
+            require_servable(directory, 1, HOPPER)
+
+
+def test_what_ranks_can_share_of_rotated_inputs(native: Native) -> None:
+    rules = [rule("w8a8", "row-major-8", "down_proj"), {"match": ".*", "scheme": None}]
+    directory = native("w8a8", rules=rules, **ROTATED)
+    require_servable(directory, 4, HOPPER)
+    config = read_config(directory) | {"intermediate_size": 64 * 17}
+    linears = PackedLinears(config, native_format(config))
+    require_shares_and_kernels(linears, 1, HOPPER)
+    with pytest.raises(QtoolError, match=r"mlp.down_proj: its inputs are rotated .* 544 input"):
+        require_shares_and_kernels(linears, 2, HOPPER)
 
 
 def test_a_damaged_checkpoint_names_the_tensor(native: Native, tmp_path: Path) -> None:
