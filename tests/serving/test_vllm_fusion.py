@@ -58,6 +58,10 @@ def plain(x: Tensor, order: Tensor | None = None) -> tuple[Tensor, ...]:
     return quantize_activation(x, order, None, "none", 0.0)
 
 
+def rotated(x: Tensor) -> tuple[Tensor, ...]:
+    return quantize_activation(x, None, None, "none", 0.0, True)
+
+
 def in_groups(x: Tensor) -> tuple[Tensor, ...]:
     return quantize_activation_groups(x, None, None, None, "none", 0.0, 32, "apex4")
 
@@ -109,7 +113,7 @@ def test_a_norm_with_its_residual(dtype: torch.dtype, permuted: bool) -> None:
     assert count == 1 and names == ["qtool::quantize_residual_norm", "aten::mul.Tensor"]
 
 
-@pytest.mark.parametrize("quantize", [plain, in_groups, in_packed_groups])
+@pytest.mark.parametrize("quantize", [plain, rotated, in_groups, in_packed_groups])
 def test_the_first_norm(quantize: Callable[..., Any]) -> None:
     def block(x: Tensor, norm: Tensor) -> tuple[Any, Tensor]:
         return quantize(NORM(x, norm, EPSILON)), x + 1
@@ -120,7 +124,7 @@ def test_the_first_norm(quantize: Callable[..., Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("quantize", [plain, in_groups, in_packed_groups])
+@pytest.mark.parametrize("quantize", [plain, rotated, in_groups, in_packed_groups])
 def test_silu_times_up(quantize: Callable[..., Any], silu_and_mul: None) -> None:
     count, names = rewritten(lambda x: quantize(silu_up(x)), values((5, 2 * K)))
     assert count == 1 and len(names) == 1 and names[0].startswith("qtool::quantize")
@@ -138,6 +142,7 @@ def test_silu_times_up(quantize: Callable[..., Any], silu_and_mul: None) -> None
         lambda x, r, n: plain(NORM(x, n, EPSILON, K // 2)),
         lambda x, r, n: plain(NORM(x[:, : K // 2], n[: K // 2], EPSILON)),  # strided
         lambda x, r, n: in_groups(RESIDUAL_NORM(x, r, n, EPSILON)[0]),  # no kernel
+        lambda x, r, n: rotated(RESIDUAL_NORM(x, r, n, EPSILON)[0]),  # nor does one rotate
         lambda x, r, n: plain(RESIDUAL_NORM(x, r, n, EPSILON)[1]),  # the residual itself
         lambda x, r, n: quantize_activation(NORM(x, n, EPSILON), None, n, "rms-norm", EPSILON),
         lambda x, r, n: plain(x + r),

@@ -105,6 +105,8 @@ def _fused(quantization: fx.Node, source: fx.Node) -> tuple[Any, dict[str, Any]]
     residual = read["x_residual"]
     if quantization.target is not quantize_activation or not _alike(x, norm, residual):
         return None
+    if given.get("rotated"):
+        return None  # quantize_residual_norm does not rotate
     order = given["order"]
     return quantize_residual_norm, {
         "x": x, "residual": residual, "order": order, "norm": norm, "epsilon": epsilon
