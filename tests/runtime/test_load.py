@@ -15,7 +15,7 @@ from qtool.format import NOTICE, QUANT_METHOD, WEIGHTS_FIELD
 from qtool.io.source import Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.verify import verify
-from qtool.runtime.huggingface import quantized_linears
+from qtool.runtime.huggingface import dequantized, quantized_linears
 from qtool.runtime.load import load, load_tokenizer
 from tests.conftest import save_model
 
@@ -66,6 +66,23 @@ def test_qtool_loads_with_the_notice_and_without(native: Path, copy: Path) -> No
         assert torch.equal(logits(model), expected)
         assert not hasattr(model.config, WEIGHTS_FIELD)
     assert WEIGHTS_FIELD not in read_config(native)  # no export inherits it
+
+
+def test_rotated_linears_are_loaded_as_such(tmp_path: Path) -> None:
+    """By transformers too; their plain weights are those of the model before."""
+    source = save_model(tmp_path / "source", num_hidden_layers=2)
+    layers = [{"match": ".*", "scheme": "w8a8", "group_size": "channel"}]
+    recipe = {"scheme": "w8a8", "layers": layers, "transforms": ["online-hadamard"]}
+    out = quantize(Checkpoint(source), recipes.parse(recipe, "test"), tmp_path / "out")
+    exact = logits(AutoModelForCausalLM.from_pretrained(source))
+    expected = logits(load(out))
+    assert (expected - exact).norm() < 0.05 * exact.norm()
+    for model in (load(out), AutoModelForCausalLM.from_pretrained(out)):
+        found = quantized_linears(model)
+        assert {n.rpartition(".")[2] for n, m in found.items() if m.format.rotated} == {"down_proj"}
+        assert torch.equal(logits(model), expected)
+        assert (logits(dequantized(model)) - exact).norm() < 0.05 * exact.norm()
+    assert not [row.problem for row in verify(out) if row.problem]
 
 
 def test_a_loaded_model_is_not_saved_without_its_notice(native: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Merged linears: one product of all, to the bit that of each, in the modules that were there."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,6 +97,26 @@ def test_a_merged_model_computes_the_same_with_a_product_a_group(
     assert not quantized_linears(plain) and len(quantized_linears(model)) == 14
     weight = model.model.layers[0].mlp.up_proj.dequantize()
     assert torch.equal(plain.model.layers[0].mlp.up_proj.weight, weight.to(torch.bfloat16))
+
+
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize(("scheme", "layout"), BY_ROWS)
+def test_what_reads_rotated_inputs_is_merged_with_its_norm(scheme: str, layout: str) -> None:
+    model = llama(scheme, layout)
+    for block in model.model.layers:
+        for linear in (block.mlp.gate_proj, block.mlp.up_proj, block.self_attn.q_proj):
+            linear.format = replace(linear.format, rotated=True)
+    ids = torch.randint(0, 64, (2, 9))
+    expected = model(ids).logits
+    merge_linears(model)
+    mlp, attention = model.model.layers[0].mlp, model.model.layers[0].self_attn
+    assert mlp.gate_proj.merged is mlp.up_proj.merged is not None
+    assert attention.q_proj.merged is None  # k and v read the same, not rotated
+    assert torch.equal(model(ids).logits, expected)
+    with norms_taken_along():
+        assert torch.equal(model(ids).logits, expected)
+    plain = dequantized(model)(ids).logits
+    assert (plain - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.usefixtures("with_kernels")

@@ -45,8 +45,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             del sys.modules[name]
 
 
-def config_of(kind: str, kv: str | None = None) -> dict[str, Any]:
-    made = CheckpointFormat("w8a8", (Rule(".*", LinearFormat("w8a8", None, "row-major-8")),), kv=kv)
+def config_of(kind: str, **more: Any) -> dict[str, Any]:
+    rules = (Rule(".*", LinearFormat("w8a8", None, "row-major-8")),)
+    made = CheckpointFormat("w8a8", rules, **more)
     return {**made.to_dict(), "hf_config": tiny_config(kind)}
 
 
@@ -66,6 +67,16 @@ def test_what_a_model_joins_without_saying_so_is_packed(plugin: Any) -> None:
     assert [name.rpartition(".")[2] for name in method.names] == ["q_a_proj", "kv_a_proj_with_mqa"]
 
 
+def test_rotated_inputs(plugin: Any) -> None:
+    made = plugin.QtoolConfig.from_config(config_of("llama", rotated=("mlp.down_proj",)))
+    layer, mlp = plugin.LinearBase(), "model.layers.1.mlp"
+    assert made.get_quant_method(layer, f"{mlp}.down_proj").format.rotated
+    assert not made.get_quant_method(layer, f"{mlp}.gate_up_proj").format.rotated
+    parted = plugin.QtoolConfig.from_config(config_of("llama", rotated=("mlp.up_proj",)))
+    with pytest.raises(QtoolError, match=r"gate_up_proj: .* and inputs rotated alike"):
+        parted.get_quant_method(layer, f"{mlp}.gate_up_proj")
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen2_5_vl"])
 def test_a_wrapper_is_refused(plugin: Any, kind: str) -> None:
     with pytest.raises(QtoolError, match=f"{kind}: multimodal models are served by vLLM only"):
@@ -73,5 +84,5 @@ def test_a_wrapper_is_refused(plugin: Any, kind: str) -> None:
 
 
 def test_the_cache_that_is_not_used_is_told(plugin: Any, caplog: Any) -> None:
-    plugin.QtoolConfig.from_config(config_of("llama", "kv8"))
+    plugin.QtoolConfig.from_config(config_of("llama", kv="kv8"))
     assert "kv8 cache is not used" in caplog.text

@@ -10,10 +10,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
 
 from vllm.forward_context import set_forward_context
 
-from tests.serving.conftest import FORMATS, Native
+from tests.serving.conftest import FORMATS, ROTATED, Native
 from tests.serving.models import configured, loaded
 from tests.serving.test_vllm_load import packed_layers
 
+BLOCK = "model.layers.0"
 #: operations of a layer: those that quantize tokens, and GEMMs
 QUANTIZE = ("quantize_activation", "quantize_activation_groups", "quantize_packed_groups")
 
@@ -22,7 +23,14 @@ QUANTIZE = ("quantize_activation", "quantize_activation_groups", "quantize_packe
 @torch.no_grad()
 def test_one_graph_of_two_operations(native: Native, scheme: str, layout: str) -> None:
     """Without a graph break, for any number of tokens, with fakes that agree with what runs."""
-    layer = packed_layers(loaded(native(scheme, layout)))["model.layers.0.self_attn.qkv_proj"]
+    require_one_graph(packed_layers(loaded(native(scheme, layout)))[f"{BLOCK}.self_attn.qkv_proj"])
+    rotated = packed_layers(loaded(native(scheme, layout, **ROTATED)))[f"{BLOCK}.mlp.down_proj"]
+    assert rotated.quant_method.format.rotated
+    require_one_graph(rotated)
+
+
+def require_one_graph(layer: Any) -> None:
+    """``layer`` compiled computes what it does."""
     graphs: list[torch.fx.GraphModule] = []
 
     def record(graph: torch.fx.GraphModule, inputs: Any) -> Any:

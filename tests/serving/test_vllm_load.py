@@ -12,13 +12,15 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
 from qtool.errors import QtoolError
-from qtool.format import LinearFormat
+from qtool.format import LinearFormat, native_format
 from qtool.io.source import Checkpoint
 from qtool.pipeline.verify import load_linear
+from qtool.runtime.load import load
+from qtool.schemes.arithmetic.online_hadamard import rotate
 from qtool.serving.preflight import require_servable
 from qtool.serving.verify import layers
 from qtool.serving.vllm.config import QtoolConfig
-from tests.serving.conftest import FORMATS, Native, rewritten, rule
+from tests.serving.conftest import FORMATS, ROTATED, SHAPES, Native, rewritten, rule
 from tests.serving.models import as_rank, configured, loaded
 
 FAMILIES = (
@@ -144,6 +146,74 @@ def test_layers_compute_what_our_runtime_does(native: Native, scheme: str, layou
     rows = list(layers(loaded(directory), Checkpoint(directory)))
     assert len(rows) == 4
     assert [row.problem for row in rows] == [""] * 4
+
+
+@pytest.mark.parametrize("scheme, layout", FORMATS)
+@torch.no_grad()
+def test_rotated_layers_compute_what_our_runtime_does(
+    native: Native, scheme: str, layout: str
+) -> None:
+    directory = native(scheme, layout, "llama-biases", **ROTATED)
+    model = loaded(directory)
+    found = packed_layers(model)
+    assert [layer.quant_method.format.rotated for layer in found.values()] == [False] * 3 + [True]
+    assert [row.problem for row in layers(model, Checkpoint(directory))] == [""] * 4
+    ours: Any = load(directory)
+    x = torch.randn(5, SHAPES["intermediate_size"]).bfloat16()
+    name = "model.layers.0.mlp.down_proj"
+    y, expected = found[name](x)[0], ours.get_submodule(name)(x)
+    exact = found[name].quant_method.kernel.exact
+    assert (y - expected).norm() <= (0 if exact else 4e-3) * expected.norm()
+
+
+@pytest.mark.parametrize("scheme, layout", FORMATS)
+@torch.no_grad()
+def test_ranks_rotate_what_they_have(native: Native, scheme: str, layout: str) -> None:
+    """Their sums are those of one rank, but for the rounding of tokens by their own scales."""
+    directory = native(scheme, layout, **ROTATED)
+    if layout == "compute-aware":  # it cannot be cut along the input channels
+        with pytest.raises(QtoolError, match="use tensor-parallel size 1"):
+            loaded(directory, 0, 2)
+        return
+    name, checkpoint = "model.layers.0.mlp.down_proj", Checkpoint(directory)
+    x = torch.randn(5, SHAPES["intermediate_size"]).bfloat16()
+    found = native_format(checkpoint.config).of(name)
+    assert found is not None and found.rotated
+    whole_weight = load_linear(checkpoint, name, found, torch.device("cpu")).dequantize()
+    total, exact = torch.zeros(5, SHAPES["hidden_size"]), x.float() @ whole_weight.t()
+    for rank, share in enumerate(x.chunk(2, -1)):
+        layer = packed_layers(loaded(directory, rank, 2))[name]
+        require_rank(layer, checkpoint, rank, 2)
+        y = layer.quant_method.apply(layer, share)
+        (piece,) = layer.quant_method.pieces
+        stored = {part: getattr(layer, attribute) for part, attribute in piece.items()}
+        codes, params = found.unpack(stored, SHAPES["hidden_size"], share.shape[1])
+        expected = found.scheme_object.matmul(rotate(share), codes, params)
+        assert (y - expected).norm() <= 4e-3 * expected.norm()
+        total += y.float()
+    bits = found.scheme_object.activation.bits
+    assert (total - exact).norm() < (0.2 if bits == 4 else 0.02) * exact.norm()
+
+
+def test_shared_experts_may_be_rotated(native: Native) -> None:
+    directory = native(variant="qwen2_moe", **ROTATED)
+    model = loaded(directory)
+    assert {n for n, m in packed_layers(model).items() if m.quant_method.format.rotated} == {
+        "model.layers.0.mlp.shared_expert.down_proj"
+    }
+    assert not [row for row in layers(model, Checkpoint(directory)) if row.problem]
+
+
+def test_rotated_routed_experts_are_refused(native: Native, tmp_path: Path) -> None:
+    names = [f"block_sparse_moe.experts.{e}.w2" for e in range(4)]
+    rotated = {"rotated": names, "format_version": 2}
+    directory = rewritten(native(variant="mixtral"), tmp_path / "rotated", {}, **rotated)
+    # vLLM and the check before it say so in the same words
+    with pytest.raises(QtoolError, match="experts with rotated inputs are not served") as refused:
+        loaded(directory)
+    with pytest.raises(QtoolError) as before:
+        require_servable(directory, 1, None)
+    assert str(before.value) == str(refused.value)
 
 
 @pytest.mark.parametrize("variant", MIXTURES)
