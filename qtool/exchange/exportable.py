@@ -43,7 +43,7 @@ def exported_formats(
     _require_exportable(checkpoint_format, config)
     model = checkpoint_format, config, tensor_parallel
     try:
-        return _formats(target, *model)
+        formats = _formats(target, *model)
     except QtoolError as error:
         others = _that_take(*model)
         can = (
@@ -52,6 +52,8 @@ def exported_formats(
             else "no format of a serving stack can"
         )
         raise QtoolError(f"{error}; {can}") from error
+    _require_unrotated(formats)
+    return formats
 
 
 def formats_that_take(checkpoint_format: CheckpointFormat, config: Mapping[str, Any]) -> list[str]:
@@ -61,7 +63,12 @@ def formats_that_take(checkpoint_format: CheckpointFormat, config: Mapping[str, 
         QtoolError: no format can hold such a model, and why.
     """
     _require_exportable(checkpoint_format, config)
-    return _that_take(checkpoint_format, config, 1)
+    names = _that_take(checkpoint_format, config, 1)
+    if names:
+        _require_unrotated(
+            _formats(export_formats.EXPORT_FORMATS[names[0]], checkpoint_format, config, 1)
+        )
+    return names
 
 
 def _that_take(*model: Any) -> list[str]:
@@ -101,13 +108,23 @@ def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str
         raise QtoolError("no linear of the checkpoint is quantized; there is nothing to export")
 
 
+def _require_unrotated(formats: ByLinear) -> None:
+    """Refuse inputs that are rotated at run time; a model that no format takes never gets here."""
+    for name, found in formats.items():
+        if found and found.rotated:
+            raise QtoolError(
+                f"{name}: its inputs are rotated at run time (online-hadamard), which no loader of "
+                "another format does: quantize with --for-export"
+            )
+
+
 def _formats(
     target: ExportFormat,
     checkpoint_format: CheckpointFormat,
     config: Mapping[str, Any],
     tensor_parallel: int,
 ) -> ByLinear:
-    """:func:`exported_formats`; an error does not say which formats can."""
+    """:func:`exported_formats`, rotated or not; an error does not say which formats can."""
     model = family_of(config)
     _require_known(target, model)
     target.require_model(config)
@@ -133,11 +150,6 @@ def _formats(
                     f"{name}: its input channels are reordered and its groups follow that order; "
                     f"{target.name} cannot gather a layer's input: quantize by a recipe without "
                     "reorder and gather-outliers"
-                )
-            if found.rotated:
-                raise QtoolError(
-                    f"{name}: its inputs are rotated at run time (online-hadamard), which loaders "
-                    f"of {target.name} do not do: quantize with --for-export"
                 )
             shape, cuts = shapes[f"{linear}.weight"], ranks[linear]
             _require_share(target, name, found, shape, cuts, tensor_parallel)

@@ -160,7 +160,7 @@ def test_python_blocks(
     monkeypatch.setitem(ROUNDINGS, "nearest", RoundToNearest)  # a page registers one, until then
     del ROUNDINGS["nearest"]
     exec(code, namespace)
-    assert namespace.get("qtool", qtool) is qtool
+    assert namespace.get("qtool", qtool) is qtool  # a page may import of it alone
 
 
 def test_the_recipe_of_the_reference() -> None:

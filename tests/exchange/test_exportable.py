@@ -3,6 +3,7 @@ work.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import qtool
 from qtool import recipes
 from qtool.cli import cli
 from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange import export_formats
+from qtool.exchange.as_export import load_as_export
 from qtool.exchange.export import export
 from qtool.exchange.export_format import ExportFormat
 from qtool.exchange.export_formats import EXPORT_FORMATS, register_export
 from qtool.exchange.exportable import exported_formats, formats_that_take
 from qtool.exchange.formats.gptq import Gptq
 from qtool.exchange.import_ import import_checkpoint
-from qtool.format import native_format
+from qtool.format import CheckpointFormat, native_format
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import plan
@@ -34,10 +37,15 @@ TOKENS = torch.randint(0, 320, (4, 64), generator=torch.Generator().manual_seed(
 
 def refusals(directory: Path) -> dict[str, str]:
     """What each format says to the checkpoint; "" if it takes it."""
-    config, said = Checkpoint(directory).config, {}
+    config = Checkpoint(directory).config
+    return refusals_of(native_format(config), config)
+
+
+def refusals_of(native: CheckpointFormat, config: dict[str, Any]) -> dict[str, str]:
+    said = {}
     for name, target in EXPORT_FORMATS.items():
         try:
-            exported_formats(target, native_format(config), config)
+            exported_formats(target, native, config)
             said[name] = ""
         except QtoolError as error:
             said[name] = str(error)
@@ -102,6 +110,50 @@ def test_a_plan_is_told_what_the_export_is_told(
     last = as_text(plan(job)).splitlines()[-1]
     told = before if isinstance(before, list) else [f"none, {before}"]
     assert last == f"export formats: {', '.join(told)}"
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+ROTATED = (
+    f"{DOWN}: its inputs are rotated at run time (online-hadamard), which no loader of another "
+    "format does: quantize with --for-export"
+)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8-lqq", "w4a8-qoq-g128", "w4a4-g128"])
+def test_inputs_that_are_rotated_are_not_exported(
+    scheme: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Nor by the plan, which says what to do; without the rotation formats take it."""
+    source = make_model(dtype=torch.float16)
+    options: dict[str, Any] = {"recipe": "best", "calibration": TOKENS[0], "seqlen": 64}
+    options["windows"] = "given"
+    native = qtool.quantize(source, scheme, out=tmp_path / "native", **options).directory
+    config = Checkpoint(native).config
+    assert config["quantization_config"]["rotated"] == ["mlp.down_proj"]
+    takes = "compressed-tensors-w4a8" if scheme == "w4a4-g128" else "compressed-tensors-w8a8"
+    for refuses in (
+        partial(formats_that_take, native_format(config), config),
+        partial(load_as_export, native, takes),
+        partial(export, native, takes, tmp_path / "out"),
+    ):
+        with pytest.raises(QtoolError) as refused:
+            refuses()
+        assert str(refused.value) == ROTATED
+    assert not (tmp_path / "out").exists()
+    plans = [qtool.plan(source, scheme, recipe="best", for_export=asked) for asked in (False, True)]
+    said = [as_text(planned).splitlines()[-1] for planned in plans]
+    assert said[0] == f"export formats: none, {ROTATED}" and "compressed-tensors" in said[1]
+    plain = qtool.quantize(source, scheme, out=tmp_path / "plain", for_export=True, **options)
+    config = Checkpoint(plain.directory).config
+    assert "rotated" not in config["quantization_config"]
+    for format in formats_that_take(native_format(config), config):
+        assert export(plain.directory, format, tmp_path / format).errors
+
+
+def test_a_rotation_is_no_reason_where_no_format_takes_the_scheme(make_model: MakeModel) -> None:
+    job = qtool.plan(make_model(dtype=torch.float16), "w4a4-mix", recipe="best").job
+    assert job.format.rotated and formats_that_take(job.format, job.config) == []
+    assert not any("--for-export" in said for said in refusals_of(job.format, job.config).values())
 
 
 def test_quantize_refuses_the_export_before_it_calibrates(
