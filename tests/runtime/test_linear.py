@@ -116,9 +116,7 @@ def test_rotated_linears_are_another_version_of_the_format() -> None:
     found = {name: rotated.of(name) for name in (down, gate)}
     assert found[down] == replace(found[gate], rotated=True)  # type: ignore[type-var]
     assert rotated.of("model.layers.3.mlp.up_proj") is None
-    with pytest.raises(
-        QtoolError, match="version 3 cannot be read; this qtool reads version"
-    ):
+    with pytest.raises(QtoolError, match="version 3 cannot be read; this qtool reads version"):
         CheckpointFormat.from_dict(rotated.to_dict() | {"format_version": 3})
 
 
