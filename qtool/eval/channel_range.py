@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from qtool.models import family_of
 from qtool.models.auto import text_model
+from qtool.runtime.linear import QuantLinear
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ def outlier(amax: Tensor) -> float:
 def channel_amax(model: PreTrainedModel, windows: Tensor) -> dict[str, Tensor]:
     """max|X| ``[K]`` over ``windows [b, s]``, by the full name of a linear.
 
-    Of each group of linears with the same input, in every block, it is the first.
+    Of each group of linears with the same input, in every block, it is the first. Inputs that are
+    rotated at run time are shown rotated, as they are quantized.
     """
     found: dict[str, Tensor] = {}
     text = text_model(model)
@@ -93,7 +95,12 @@ def _watching(model: PreTrainedModel, found: dict[str, Tensor]) -> Iterator[None
             handle.remove()
 
 
-def _note(found: dict[str, Tensor], name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _note(
+    found: dict[str, Tensor], name: str, linear: nn.Module, inputs: tuple[Tensor, ...]
+) -> None:
     """A hook before a forward of linear ``name``: keep its largest inputs so far in ``found``."""
-    amax = inputs[0].detach().abs().flatten(0, -2).amax(0)  # [K]
+    x = inputs[0].detach()
+    if isinstance(linear, QuantLinear) and linear.format.rotated:
+        x = linear.arranged(x)
+    amax = x.abs().flatten(0, -2).amax(0)  # [K]
     found[name] = torch.maximum(found[name], amax) if name in found else amax

@@ -24,7 +24,6 @@ from qtool.runtime.dispatch import Kernel
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, OFFSET, missing_scales
 from qtool.runtime.read_linear import load_linear, packed_linears
-from qtool.schemes.arithmetic.online_hadamard import rotate
 
 TOKENS = 8
 #: float32 epilogue (three multiplications, G additions) against float64
@@ -143,12 +142,10 @@ def _require_equal_sums(linear: QuantLinear, x: Tensor, kernel: Kernel) -> None:
 
 def _reference(linear: QuantLinear, x: Tensor, codes: Tensor, params: dict[str, Tensor]) -> Tensor:
     scheme = linear.format.scheme_object
-    gathered = x if linear.permutation is None else x[:, linear.permutation.long()]
-    if linear.format.rotated:
-        # x has 16 bits for kernels that take nothing else, and what they read is rounded to them
-        gathered = rotate(gathered).to(x.dtype)
+    # x has 16 bits for kernels that take nothing else, and what they read is rounded to them
+    arranged = linear.arranged(x).to(x.dtype)
     y = (
-        scheme.fake_activation(gathered.float(), params).double()
+        scheme.fake_activation(arranged.float(), params).double()
         @ scheme.dequantize(codes, params).double().t()
     )
     return y if linear.bias is None else y + linear.bias.double()

@@ -186,12 +186,14 @@ class QuantLinear(nn.Module):
     @bit_exact
     def reference(self, x: Tensor) -> Tensor:
         """``[M, N]`` float32 for ``x [M, K]`` by the scheme's reference arithmetic."""
+        codes, params = self.unpack()
+        return self.format.scheme_object.matmul(self.arranged(x), codes, params, self.bias)
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """``x [..., K]`` as the stored columns expect it: gathered, then rotated (to float32)."""
         if self.permutation is not None:
             x = x[..., self.permutation.long()]
-        if self.format.rotated:
-            x = rotate(x)
-        codes, params = self.unpack()
-        return self.format.scheme_object.matmul(x, codes, params, self.bias)
+        return rotate(x) if self.format.rotated else x
 
     def extra_repr(self) -> str:
         return (

@@ -12,6 +12,7 @@ from qtool.models.cache_argument import CACHE
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.kv_cache import QuantCache
 from qtool.runtime.load import load
+from qtool.schemes.arithmetic.online_hadamard import rotate
 
 
 @pytest.fixture
@@ -40,6 +41,20 @@ def test_channel_ranges_are_the_largest_inputs(quantized):
         "mlp.down_proj",
     }
     assert not any(m._forward_pre_hooks for m in base.model.layers.modules())
+
+
+@torch.no_grad()
+def test_ranges_of_rotated_inputs_are_those_that_are_quantized(make_model, tmp_path):
+    base = make_model(hidden_size=256, intermediate_size=256, head_dim=64)
+    layers = [{"match": ".*", "scheme": "w8a8", "group_size": "channel"}]
+    recipe = {"scheme": "w8a8", "layers": layers, "transforms": ["online-hadamard"]}
+    out = quantize(Checkpoint(base), recipes.parse(recipe, "test"), tmp_path / "rotated")
+    model, windows, seen = load(out), torch.arange(3, 35)[None], []
+    down = model.get_submodule("model.layers.1.mlp.down_proj")
+    hook = down.register_forward_pre_hook(lambda _, given: seen.append(rotate(given[0])))
+    amax = channel_amax(model, windows)
+    hook.remove()
+    assert torch.equal(amax["model.layers.1.mlp.down_proj"], seen[0].abs().amax((0, 1)))
 
 
 def test_the_block_with_the_worst_outlier_is_shown():
