@@ -191,6 +191,10 @@ def transform(do: Callable[[Block], object]) -> dict[str, Any]:
             "layers.0.mlp.up_proj: a transform permutes its inputs, and none names it in permutes",
         ),
         (
+            lambda block: block.rotate_inputs("mlp.up_proj"),
+            "layers.0.mlp.up_proj: a transform rotates its inputs, and none names it in rotates",
+        ),
+        (
             lambda block: block.clips.update({"up_proj": (0.5, 0.5)}),
             "a clip for 'up_proj', no linear of block 0: did you mean mlp.up_proj",
         ),
@@ -215,15 +219,36 @@ def test_an_order_of_inputs_in_16_bits_is_refused(make_model: MakeModel, tmp_pat
         qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
 
 
+def test_inputs_that_only_one_side_would_rotate_are_refused(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    recipe = transform(lambda block: block.rotate_inputs("mlp.up_proj"))
+    TRANSFORMS["mine"].rotates = lambda *_: ("mlp.up_proj",)  # type: ignore[method-assign]
+    assert qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
+    recipe["layers"] = [{"match": "up_proj", "scheme": None}, *recipe["layers"]]
+    with pytest.raises(QtoolError, match="rotates its inputs, and it stays in 16 bits"):
+        qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "other")
+    recipe = transform(lambda _: None)
+    TRANSFORMS["mine"].rotates = lambda *_: ("mlp.up_proj",)  # type: ignore[method-assign]
+    said = "up_proj: a transform names it in rotates, and none rotates its inputs"
+    with pytest.raises(QtoolError, match=said):
+        qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "other")
+
+
 def test_a_transform_that_names_what_is_not_there_is_refused_before_any_work() -> None:
     recipe = transform(lambda _: None)
     mine = TRANSFORMS["mine"]
     mine.after = {"rotat": "it would be undone"}
     with pytest.raises(QtoolError, match=r"mine: it comes after 'rotat', .* did you mean rotate"):
         qtool.plan("demo", recipe=recipe)
-    mine.after, mine.permutes = {}, lambda *_: ("mlp.up",)  # type: ignore[method-assign]
-    with pytest.raises(QtoolError, match=r"inputs of 'mlp.up', no .* did you mean mlp.up_proj"):
-        qtool.plan("demo", recipe=recipe)
+    mine.after = {}
+    for named in ("permutes", "rotates"):
+        mine = transform(lambda _: None) and TRANSFORMS["mine"]
+        setattr(mine, named, lambda *_: ("mlp.up",))
+        with pytest.raises(
+            QtoolError, match=rf"{named} the inputs of 'mlp.up', no .* did you mean mlp.up_proj"
+        ):
+            qtool.plan("demo", recipe=recipe)
 
 
 def method(base: type, **body: Any) -> type:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
 from qtool.calibration.stacking import by_kind, packed_in_turn
+from qtool.errors import QtoolError
 from qtool.models.family import Family
 from qtool.models.parts import Attention, Heads, SharedHeadCache
 from qtool.schemes.arithmetic.online_hadamard import rotate, rotate_fast
@@ -166,6 +167,8 @@ class Block:
 
         Its columns are reordered at once, its input when it arrives.
         """
+        if name in self.rotated:
+            raise QtoolError(f"{name}: its inputs are rotated already; gathering comes first")
         weight = self.weight(name)
         weight.copy_(weight[:, order])
         earlier = self.permutations.get(name)
@@ -177,6 +180,8 @@ class Block:
 
         Its columns are rotated at once, its input when it arrives.
         """
+        if name in self.rotated:
+            raise QtoolError(f"{name}: its inputs are rotated already; once is all that is stored")
         weight = self.weight(name)
         weight.copy_(rotate(weight))
         self.rotated.add(name)

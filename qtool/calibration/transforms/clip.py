@@ -71,6 +71,7 @@ class Clip(Transform):
             "value-basis",
             "reorder",
             "gather-outliers",
+            "online-hadamard",
         )
     }
 

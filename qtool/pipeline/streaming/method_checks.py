@@ -34,6 +34,14 @@ def require_stored(block: Block, job: Job) -> None:
                 f"{full}: a transform rotates its inputs, and {why}, so that nothing would rotate "
                 "them at run time"
             )
+    for name in block.schemes:
+        full = job.full(block.index, name)
+        linear_format = job.format.of(full)
+        if linear_format and linear_format.rotated and name not in block.rotated:
+            raise QtoolError(
+                f"{full}: a transform names it in rotates, and none rotates its inputs, so that "
+                "only the run time would"
+            )
     for name in sorted(block.clips.keys() - job.linears(block.index).keys()):
         raise QtoolError(
             f"a transform chooses a clip for {name!r}, no linear of block {block.index}: "

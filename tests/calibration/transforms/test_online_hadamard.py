@@ -9,6 +9,7 @@ from qtool.calibration.rounding.distill.distill import Distill
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
+from qtool.calibration.transforms.clip import Clip
 from qtool.calibration.transforms.online_hadamard import OnlineHadamard
 from qtool.calibration.transforms.smooth import Smooth
 from qtool.errors import QtoolError
@@ -75,7 +76,22 @@ def test_a_rounded_linear_rotates(llama, blocks, rounding):
 def test_it_comes_after_what_folds_in_the_channels_before():
     with pytest.raises(QtoolError, match="smooth must come before online-hadamard"):
         check_order([OnlineHadamard(), Smooth()])
-    check_order([Smooth(), OnlineHadamard()])
+    with pytest.raises(QtoolError, match="online-hadamard must come before clip"):
+        check_order([Clip(), OnlineHadamard()])
+    check_order([Smooth(), OnlineHadamard(), Clip()])
+
+
+def test_inputs_are_gathered_before_and_rotated_once(llama, blocks):
+    """The only order that a checkpoint can say."""
+    block, batches = blocks(llama)[0]
+    before, order = run(block, batches[0]), torch.randperm(block.weight(DOWN).shape[1])
+    block.permute(DOWN, order)
+    block.rotate_inputs(DOWN)
+    torch.testing.assert_close(run(block, batches[0]), before, rtol=1e-4, atol=1e-4)
+    with pytest.raises(QtoolError, match=f"{DOWN}: its inputs are rotated already; gathering"):
+        block.permute(DOWN, order)
+    with pytest.raises(QtoolError, match=f"{DOWN}: its inputs are rotated already; once"):
+        block.rotate_inputs(DOWN)
 
 
 def test_a_copy_of_a_block_rotates_too(llama, blocks):
