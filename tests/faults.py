@@ -1205,6 +1205,67 @@ FAULTS = [
             '["value-basis"] if self.variant == "fast"',
             "tests/recipes/test_recipe.py",
         ),
+        # the rotation at run time
+        (
+            "qtool/calibration/rounding/distill/learned_linear.py",
+            "        if self.rotated:\n",
+            "        if not self.rotated:\n",
+            "tests/calibration/transforms/test_online_hadamard.py -k rounded",
+        ),
+        (
+            "qtool/calibration/transforms/online_hadamard.py",
+            " and not group.routed",
+            "",
+            "tests/calibration/transforms/test_online_hadamard.py -k experts",
+        ),
+        (
+            "qtool/calibration/transforms/online_hadamard.py",
+            "[1] % SPAN",
+            "[1] % 32",
+            "tests/calibration/transforms/test_online_hadamard.py -k 64",
+        ),
+        (
+            "qtool/exchange/exportable.py",
+            "if found and found.rotated:",
+            "if found is None:",
+            "tests/exchange/test_exportable.py -k rotated",
+        ),
+        (
+            "qtool/format/checkpoint.py",
+            "return ROTATED if self.rotated else PLAIN",
+            "return PLAIN",
+            "tests/runtime/test_linear.py -k version",
+        ),
+        (
+            "qtool/pipeline/streaming/built_blocks.py",
+            "            if linear_format.rotated:\n",
+            "            if not linear_format:\n",
+            "tests/pipeline/test_reference.py -k ones_before",
+        ),
+        (
+            "qtool/pipeline/streaming/method_checks.py",
+            " and name not in block.rotated",
+            " and name in block.schemes",
+            "tests/test_plugins.py -k rotate",
+        ),
+        (
+            "qtool/recipes/schema.py",
+            'if step.name != "online-hadamard"',
+            "if step.options",
+            "tests/recipes/test_recipe.py -k export",
+        ),
+        (
+            "qtool/runtime/linear.py",
+            "            weight = rotate(weight)",
+            "            pass",
+            "tests/runtime/test_linear.py -k rotated",
+        ),
+        (
+            "qtool/schemes/arithmetic/online_hadamard.py",
+            "(low + high, low - high)",
+            "(low - high, low + high)",
+            "tests/schemes/arithmetic/test_online_hadamard.py",
+        ),
     )
 ]
 

@@ -163,7 +163,12 @@ def test_transformers_loads_it_after_one_import(make_model: MakeModel, tmp_path:
 CALIBRATED = {
     "scheme": "calibrated",
     "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64, "layout": "dual-mma"}],
-    "transforms": ["norm-fusion", {"rotate": {"learn_steps": 5}}, {"smooth": {"steps": 2}}],
+    "transforms": [
+        "norm-fusion",
+        {"rotate": {"learn_steps": 5}},
+        {"smooth": {"steps": 2}},
+        "online-hadamard",
+    ],
     "rounding": "rtn",
 }
 
@@ -190,7 +195,7 @@ def test_every_family_is_calibrated_and_runs(
     family = family_of(Checkpoint(source).config["model_type"])
     rotate = {"rotate": {"residual": not family.post_norms, "learn_steps": 5}}
     recipe = CALIBRATED | {
-        "transforms": ["norm-fusion", rotate, {"smooth": {"steps": 2}}],
+        "transforms": ["norm-fusion", rotate, {"smooth": {"steps": 2}}, "online-hadamard"],
         "rounding": "gptq",
     }
     tokens = list(
@@ -216,6 +221,8 @@ def test_resumed_equals_uninterrupted(
 ) -> None:
     source = make_model("llama", dtype=torch.bfloat16, num_hidden_layers=3)
     whole = files(make(source, tmp_path / "whole"))  # type: ignore[operator]
+    rotated = Checkpoint(tmp_path / "whole").config["quantization_config"].get("rotated")
+    assert rotated == (["mlp.down_proj"] if make is _calibrated else None)
 
     def kill(done: int, *_: object) -> None:
         if done == stop:

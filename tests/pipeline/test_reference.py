@@ -24,7 +24,8 @@ class Killed(Exception):
 def run(source: Path, out: Path, kv: str | None = None, **options: object) -> Path:
     layers = [{"match": ".*", "scheme": "w8a8", "group_size": "channel"}]
     keys = {"smooth-attention": {"steps": 2, "starts": 2}}
-    transforms = ["norm-fusion", {"smooth": {"steps": 2}}, *([keys] if kv else [])]
+    transforms = ["norm-fusion", {"smooth": {"steps": 2}}, "online-hadamard"]
+    transforms += [keys] if kv else []
     recipe = recipes.parse(
         {"layers": layers, "transforms": transforms, "rounding": "gptq", "kv": kv}, "mine"
     )

@@ -147,6 +147,28 @@ def test_input_orders_count_as_bits(make_model: MakeModel, tmp_path: Path) -> No
     assert found.chosen.bits == 8 * stored / weights
 
 
+def test_a_recipe_rotates_at_run_time_unless_it_is_for_export(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    """It has the methods of ``best``; linears in 16 bits are not rotated."""
+    model, out = make_model(), tmp_path / "mixed.yaml"
+    options = GIVEN | {"recipe": "best"}
+    found = qtool.sensitivity(model, ["w8a8", "w4a8-lqq", "none"], 9.0, out, **options)
+    assert found.recipe.step("online-hadamard")
+    rotated, plain = (
+        qtool.quantize(
+            model, recipe=out, calibration=IDS, seqlen=32, out=tmp_path / name, for_export=asked
+        ).directory
+        for name, asked in (("rotated", False), ("plain", True))
+    )
+    fields = [Checkpoint(made).config["quantization_config"] for made in (rotated, plain)]
+    assert [of.get("rotated") for of in fields] == [["mlp.down_proj"], None]
+    exact = qtool.load(model)(IDS).logits
+    for made in (rotated, plain):
+        assert (qtool.load(made)(IDS).logits - exact).norm() < 0.2 * exact.norm()
+        assert not [row for row in qtool.verify(made) if row.problem]
+
+
 def test_the_recipe_stays_under_the_budget(make_model: MakeModel, tmp_path: Path) -> None:
     """And it is one that quantize reads; what it predicts falls along the curve.
 

@@ -1,7 +1,7 @@
 """Recipes: every built-in one can be carried out, and what is written in one is what happens."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -246,3 +246,14 @@ def test_variants_share_what_stands_beside_them() -> None:
     fast, best = (recipes.parse(data, "mine", variant) for variant in ("fast", "best"))
     assert [step.name for step in best.transforms] == ["norm-fusion"] == [fast.transforms[0].name]
     assert (fast.rounding.name, best.rounding.name) == ("rtn", "gptq")
+
+
+@pytest.mark.parametrize(("scheme", "variant"), BUILT_IN)
+def test_what_is_made_for_export_has_no_rotation_at_run_time(scheme: str, variant: str) -> None:
+    """And all else of the recipe: only ``best`` of quantized activations has one."""
+    own, asked = (RecipeOverrides(for_export=x).recipe(scheme, variant) for x in (False, True))
+    rotates = own.step("online-hadamard") is not None
+    assert rotates == (variant == "best" and not scheme.startswith(("w4a16", "w4ax")))
+    assert asked.step("online-hadamard") is None
+    kept = tuple(step for step in own.transforms if step.name != "online-hadamard")
+    assert asked == replace(own, transforms=kept)
