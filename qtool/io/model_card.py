@@ -34,7 +34,7 @@ this checkpoint and says so. lm-eval's own command line:
 ## Serve
 
 {serve}
-`qtool export -h` lists the formats that other stacks read.
+{exports}
 
 {results}## How it was made
 
@@ -113,7 +113,14 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
     serve = f"`vllm serve {fills['path']}` where `pip install 'qtool[vllm]'` was run."
     if reason := provenance.get("not served"):
         serve = f"vLLM cannot serve it: {reason}."
-    return TEMPLATE.format(what=what, serve=serve, how=_how(provenance), **fills)
+    exports = "`qtool export -h` lists the formats that other stacks read."
+    if rotated := provenance.get("rotated"):
+        exports = (
+            f"Other stacks' loaders do not rotate inputs while the model runs, as those of "
+            f"{', '.join(f'`{name}`' for name in rotated)} are here: to export, quantize with "
+            "`--for-export`."
+        )
+    return TEMPLATE.format(what=what, serve=serve, exports=exports, how=_how(provenance), **fills)
 
 
 def with_results(card: str, table: str) -> str:

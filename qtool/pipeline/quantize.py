@@ -273,6 +273,7 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
         "source": source.identity(),
         "scheme": job.format.scheme,
         **not_served(PackedLinears(source.config, job.format)),
+        **({"rotated": list(job.format.rotated)} if job.format.rotated else {}),
         "recipe": _methods(job),
         **_stored(job),
         "calibration": dict(calibration.facts),

@@ -17,7 +17,7 @@ METHODS = {
     "gather-outliers": "the largest input channels are brought together in few blocks, which keep "
     "8-bit activations",
     "online-hadamard": "what down projections read is mixed by a Hadamard matrix while the model "
-    "runs, so that no channel stands out",
+    "runs, and their weights alike: the same product of activations without large values",
     "clip": "a weight's range is cut where that lowers the error of the layer's output",
     "rtn": "each weight is rounded to the nearest code",
     "gptq": "a weight is rounded column by column; the columns to come make up for the error so "

@@ -129,6 +129,7 @@ def test_inputs_that_are_rotated_are_not_exported(
     options["windows"] = "given"
     native = qtool.quantize(source, scheme, out=tmp_path / "native", **options).directory
     config = Checkpoint(native).config
+    assert "as those of `mlp.down_proj` are here" in (native / "README.md").read_text()
     assert config["quantization_config"]["rotated"] == ["mlp.down_proj"]
     takes = "compressed-tensors-w4a8" if scheme == "w4a4-g128" else "compressed-tensors-w8a8"
     for refuses in (
@@ -144,6 +145,7 @@ def test_inputs_that_are_rotated_are_not_exported(
     said = [as_text(planned).splitlines()[-1] for planned in plans]
     assert said[0] == f"export formats: none, {ROTATED}" and "compressed-tensors" in said[1]
     plain = qtool.quantize(source, scheme, out=tmp_path / "plain", for_export=True, **options)
+    assert "`qtool export -h` lists" in (plain.directory / "README.md").read_text()
     config = Checkpoint(plain.directory).config
     assert "rotated" not in config["quantization_config"]
     for format in formats_that_take(native_format(config), config):
