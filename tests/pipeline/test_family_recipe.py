@@ -86,12 +86,10 @@ def test_what_cannot_rotate_is_smoothed_behind_its_norms(
     job = job_of(make_model(family), "w4a8-lqq", "best")
     assert "residual stream left out" in job.recipe.adaptations[0]
     steps = {step.name: dict(step.options) for step in job.recipe.transforms}
-    heads = {"learn_steps": 200, "residual": False}
-    smooth = {"balance": True}
     assert steps == {
         "norm-fusion": {},
-        "rotate": heads,
-        "smooth": smooth,
+        "rotate": {"learn_steps": 200, "residual": False},
+        "smooth": {"balance": True},
         "online-hadamard": {},
     }
 
