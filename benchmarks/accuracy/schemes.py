@@ -72,6 +72,7 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
             arguments.windows,
             f"seed{arguments.seed}" * bool(arguments.seed),
             "hadamard" * arguments.hadamard,
+            "export" * arguments.for_export,
         )
         if o
     ]
@@ -84,6 +85,8 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
     recipe = recipes.load(scheme, variant)
     if arguments.hadamard:
         recipe = recipe.with_options("rotate", learn_steps=0)
+    if arguments.for_export:
+        recipe = recipe.for_export()
     started = time.process_time()
     qtool.quantize(
         arguments.model,
@@ -198,6 +201,7 @@ def main() -> None:
     parser.add_argument(
         "--hadamard", action="store_true", help="no recipe learns its rotation; all have one then"
     )
+    parser.add_argument("--for-export", action="store_true", help="nothing is rotated at run time")
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0, help="of the choice of calibration windows")
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")
