@@ -119,7 +119,7 @@ ROTATED = (
 )
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a8-lqq", "w4a8-qoq-g128", "w4a4-g128"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8-lqq", "w4a8-qoq-g128"])
 def test_inputs_that_are_rotated_are_not_exported(
     scheme: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
@@ -131,7 +131,7 @@ def test_inputs_that_are_rotated_are_not_exported(
     config = Checkpoint(native).config
     assert "as those of `mlp.down_proj` are here" in (native / "README.md").read_text()
     assert config["quantization_config"]["rotated"] == ["mlp.down_proj"]
-    takes = "compressed-tensors-w4a8" if scheme == "w4a4-g128" else "compressed-tensors-w8a8"
+    takes = "compressed-tensors-w8a8"
     for refuses in (
         partial(formats_that_take, native_format(config), config),
         partial(load_as_export, native, takes),
