@@ -575,9 +575,9 @@ FAULTS = [
             "tests/calibration/rounding/test_distill.py",
         ),
         (
-            "qtool/calibration/rounding/distill/learned_linear.py",
-            "x = x[..., self.permutation]",
-            "x = x[..., self.permutation.argsort()]",
+            "qtool/calibration/rounding/rounded.py",
+            "x = x[..., permutation]",
+            "x = x[..., permutation.argsort()]",
             "tests/calibration/rounding/test_distill.py",
         ),
         # calibration: transforms
@@ -1207,14 +1207,14 @@ FAULTS = [
         ),
         # the rotation at run time
         (
-            "qtool/calibration/rounding/distill/learned_linear.py",
-            "        if self.rotated:\n",
-            "        if not self.rotated:\n",
+            "qtool/calibration/rounding/rounded.py",
+            "return rotate_fast(x) if rotated else x",
+            "return x",
             "tests/calibration/transforms/test_online_hadamard.py -k rounded",
         ),
         (
             "qtool/calibration/transforms/online_hadamard.py",
-            " and not group.routed",
+            " and not g.routed",
             "",
             "tests/calibration/transforms/test_online_hadamard.py -k experts",
         ),

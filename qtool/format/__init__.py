@@ -5,7 +5,6 @@ the serving plugin. It is plain data with no model in it.
 """
 
 from qtool.format.checkpoint import (
-    FORMAT_VERSIONS,
     NOTICE,
     QUANT_METHOD,
     WEIGHTS_FIELD,
@@ -16,7 +15,6 @@ from qtool.format.checkpoint import (
 from qtool.format.linear import SLAB_ROWS, LinearFormat
 
 __all__ = [
-    "FORMAT_VERSIONS",
     "NOTICE",
     "QUANT_METHOD",
     "SLAB_ROWS",

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 class Call:
     """One multiplication of a packed linear.
 
-    ``x [M, K]`` is contiguous; ``permutation [K]`` orders its channels, or is None; ``norm [K]``
-    and ``epsilon`` are of an RMSNorm of ``x`` that is computed along with it, or None.
+    ``x [M, K]`` is contiguous; ``permutation [K]`` orders its channels, or is None, and they are
+    rotated then if ``format.rotated``; ``norm [K]`` and ``epsilon`` are of an RMSNorm of ``x`` that
+    is computed along with it, or None.
     """
 
     x: Tensor

@@ -49,22 +49,23 @@ def test_fusions_are_the_unfused_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fusion", "norm", "order"),
+    ("fusion", "norm", "order", "rotated"),
     [
-        ("none", False, False),
-        ("none", False, True),
-        ("rms-norm", True, False),
-        ("silu-up", False, True),
+        ("none", False, False, True),
+        ("none", False, True, False),
+        ("rms-norm", True, False, False),
+        ("silu-up", False, True, True),
     ],
 )
-def test_opcheck(fusion: str, norm: bool, order: bool) -> None:
-    k = 32 if fusion == "silu-up" else 64
+def test_opcheck(fusion: str, norm: bool, order: bool, rotated: bool) -> None:
+    k = 64
     arguments = (
-        torch.randn(3, 64),
+        torch.randn(3, 2 * k if fusion == "silu-up" else k),
         torch.randperm(k).int() if order else None,
         torch.ones(k) if norm else None,
         fusion,
         1e-6,
+        rotated,
     )
     torch.library.opcheck(quantize_activation, arguments)
 

@@ -98,6 +98,13 @@ def _described(tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
+def arranged(x: Tensor, permutation: Tensor | None, rotated: bool) -> Tensor:
+    """``x [..., K]`` as the columns of a linear expect it: gathered, then rotated."""
+    if permutation is not None:
+        x = x[..., permutation]
+    return rotate_fast(x) if rotated else x
+
+
 class SimulatedLinear(nn.Module):
     """Computes as the quantized linear will, on dequantized numbers and on any device.
 
@@ -127,10 +134,7 @@ class SimulatedLinear(nn.Module):
         return self.scheme.input_quantizer if as_it_is else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.permutation is not None:
-            x = x[..., self.permutation]
-        if self.rotated:
-            x = rotate_fast(x)
+        x = arranged(x, self.permutation, self.rotated)
         return nn.functional.linear(
             self.scheme.fake_activation(x, self.params), self.weight, self.bias
         )

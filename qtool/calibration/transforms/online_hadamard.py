@@ -37,22 +37,13 @@ class OnlineHadamard(Transform):
     def prepare(self, family: Family, config: Any) -> None:
         super().prepare(family, config)
         kinds = dict.fromkeys(family.at(config, i) for i in range(config.num_hidden_layers))
-        reads = {
-            kind: [
-                name
-                for group in kind.groups
-                if recipe_group(group) == "product" and not group.routed
-                for name in group.linears
-            ]
-            for kind in kinds
-        }
-        odd = {
-            name
-            for kind, names in reads.items()
-            for name in names
-            if kind.shape(f"{name}.weight", config)[1] % SPAN
-        }
-        self._chosen = frozenset(name for names in reads.values() for name in names) - odd
+        divides: dict[str, bool] = {}
+        for kind in kinds:
+            dense = [g for g in kind.groups if recipe_group(g) == "product" and not g.routed]
+            for name in (name for group in dense for name in group.linears):
+                whole = kind.shape(f"{name}.weight", config)[1] % SPAN == 0
+                divides[name] = divides.get(name, True) and whole
+        self._chosen = frozenset(name for name, whole in divides.items() if whole)
 
     def rotates(self, family: Family) -> tuple[str, ...]:
         return tuple(name for name in family.linears() if name in self._chosen)

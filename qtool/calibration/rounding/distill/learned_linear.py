@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from qtool.calibration.rounding.distill import straight_through_triton
-from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.rounding.rounded import Rounded, arranged
 from qtool.calibration.rounding.scales import float_scale
-from qtool.schemes.arithmetic.online_hadamard import rotate_fast
 from qtool.schemes.base import Grid, Params, Scheme, stored_scale
 
 #: a learned weight starts at most this far from its code, in steps: below 1/2, so that it has that
@@ -124,10 +123,7 @@ class LearnedLinear(nn.Module):
         return Rounded(codes.to(self.scheme.code_dtype), params)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.permutation is not None:
-            x = x[..., self.permutation]
-        if self.rotated:
-            x = rotate_fast(x)
+        x = arranged(x, self.permutation, self.rotated)
         params = self.now()
         x = _Replaced.apply(x, self.scheme.fake_activation(x.detach(), params))
         grid = self.scheme.grid(params)
