@@ -69,6 +69,7 @@ class BlockShape:
         samples: calibration sequences.
         seqlen: tokens of each.
         itemsize: bytes of a number in a forward.
+        pruned: names of those that are pruned.
     """
 
     family: Family
@@ -78,6 +79,7 @@ class BlockShape:
     samples: int
     seqlen: int
     itemsize: int = 2
+    pruned: frozenset[str] = frozenset()
 
     @property
     def tokens(self) -> int:

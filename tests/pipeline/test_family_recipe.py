@@ -137,7 +137,10 @@ def test_best_keeps_the_tie_where_a_head_would_be_large(scheme: str, make_model:
     (sentence,) = large.recipe.adaptations
     share = large.head_bytes / sum(large.shard_bytes())
     assert f"from the embedding, 2.10 MB ({share:.0%}) more" in sentence
-    assert ("residual stream left out" in sentence) == (scheme == "w4a8-lqq")
+    what = ": the residual stream left out, value heads alone are" * (scheme == "w4a8-lqq")
+    assert sentence.startswith(f"rotate{what or ' left out and smooth takes'}")
+    assert (large.recipe.step("rotate") is None) == (scheme == "w4a16-24")
+    assert large.recipe.step("smooth").options.get("groups") is None  # type: ignore[union-attr]
     assert [*large.shards()[-1]] == ["model.norm.weight"]
 
 

@@ -26,7 +26,7 @@ the heads' sums, and a group of their columns may lie across heads.
 Legend: n order of a matrix, h matrices, M rows, K columns, of which each matrix turns K / h.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -88,6 +88,7 @@ def learn(
     *,
     ranges: bool = False,
     input_ranges: bool = False,
+    keeps_ones: bool = False,
 ) -> Tensor:
     """``Q [h, n, n]``, float64, from the orthogonal ``start [h, n, n]``.
 
@@ -95,26 +96,51 @@ def learn(
         rows: each ``[M, K]``. group: channels of a group. steps: of Adam.
         inputs: likewise; none: the axes.
         ranges: the groups of rows have zero points. input_ranges: those of inputs.
+        keeps_ones: of :func:`descend`.
     """
-    q = start.float().to(rows[0].device)
-    matrices, order = q.shape[:2]
-    one = torch.eye(order, device=q.device)
-    axes = one.repeat(1, matrices) * order**0.5
+    matrices, order = start.shape[:2]
+    axes = torch.eye(order, device=rows[0].device).repeat(1, matrices) * order**0.5
     beside, weight, size = [axes], AXES, gcd(group, order)
     if inputs:
         beside, weight, size = list(inputs), 1.0, group
-    mean, squares = torch.zeros_like(q), torch.zeros_like(q)
-    for step in range(steps):
+
+    def ahead(q: Tensor, step: int) -> Tensor:
         with tensor_cores():
             found = gradient(_of_step(rows, order, step), q, group, ranges)
             of_inputs = gradient(_of_step(beside, order, step), q, size, input_ranges)
-            found.add_(of_inputs, alpha=weight)
+        return found.add_(of_inputs, alpha=weight)
+
+    return descend(start.to(rows[0].device), steps, ahead, keeps_ones)
+
+
+def descend(
+    start: Tensor,
+    steps: int,
+    gradient_of: Callable[[Tensor, int], Tensor],
+    keeps_ones: bool = False,
+) -> Tensor:
+    """``Q [h, n, n]``, float64, from the orthogonal ``start [h, n, n]``, on its device.
+
+    Args:
+        steps: of Adam. gradient_of: the gradient ``[h, n, n]`` in Q of a step, by its number.
+        keeps_ones: ``ones Q = ones``, as LayerNorm needs, if it is so at the start: each step Y has
+            rows and columns whose sums are 0.
+    """
+    q = start.float()
+    one = torch.eye(q.shape[-1], device=q.device)
+    mean, squares = torch.zeros_like(q), torch.zeros_like(q)
+    for step in range(steps):
+        found = gradient_of(q, step)
+        with tensor_cores():
             ahead = q.mT @ found
         skew = ahead - ahead.mT
         mean.lerp_(skew, 1 - MOMENTUM)
         squares.lerp_(skew.square(), 1 - SQUARES)
         scale = (squares / (1 - SQUARES ** (step + 1))).sqrt_().clamp_(min=1e-20)
         half = mean / scale * (RATE * (1 - step / steps) / (1 - MOMENTUM ** (step + 1)) / 2)
+        if keeps_ones:  # of the skew-symmetric, -1 times the means of the rows are the columns'
+            means = half.mean(-1, keepdim=True)
+            half = half - means + means.mT
         # positive definite, so that a GPU need not be waited for
         factor, _ = torch.linalg.cholesky_ex(half.mT @ half + one)
         q = 2 * q @ torch.cholesky_solve(one - half, factor) - q
@@ -125,13 +151,19 @@ def learn(
 
 
 def _of_step(parts: Sequence[Tensor], order: int, step: int) -> Tensor:
-    """About ``BATCH n`` rows, of each part its share; all rows in turn.
+    """The rows of a step, of each part its share."""
+    shares = rows_of_step([len(part) for part in parts], order, step)
+    return torch.cat([part[own] for part, own in zip(parts, shares, strict=True)])
+
+
+def rows_of_step(sizes: Sequence[int], order: int, step: int) -> list[slice]:
+    """About ``BATCH n`` rows, of each part of these sizes its share; all rows in turn.
 
     Every n-th row, with an odd n: the rows of a head are a power of two.
     """
-    turns = -(-sum(map(len, parts)) // (BATCH * order))
+    turns = -(-sum(sizes) // (BATCH * order))
     n = turns + 1 - turns % 2
-    return torch.cat([part[(step + number) % n :: n] for number, part in enumerate(parts)])
+    return [slice((step + number) % n, None, n) for number in range(len(sizes))]
 
 
 def step_flops(order: int, matrices: int = 1, columns: int = 0) -> float:
@@ -182,17 +214,24 @@ def _to_gradient(x: Tensor, power: int) -> Tensor:
     return mean.pow_(1 / POWER) * top
 
 
-def unit_rows(x: Tensor) -> Tensor:
-    """``x [M, H]`` in float16, each row to a mean square of 1; rows of zeros stay."""
-    return (x.float() / x.float().square().mean(1, keepdim=True).sqrt().clamp(min=1e-20)).half()
+def unit_rows(x: Tensor, centred: bool = False) -> Tensor:
+    """``x [M, H]`` in float16, each row to a mean square of 1; rows of zeros stay.
+
+    ``centred``: each row less its mean before that, as LayerNorm does.
+    """
+    x = x.float()
+    x = x - x.mean(1, keepdim=True) if centred else x
+    return (x / x.square().mean(1, keepdim=True).sqrt().clamp(min=1e-20)).half()
 
 
-def unit_inputs(block: Block, batch: Batch, names: Iterable[str], tokens: int) -> list[Tensor]:
+def unit_inputs(
+    block: Block, batch: Batch, names: Iterable[str], tokens: int, centred: bool = False
+) -> list[Tensor]:
     """Inputs ``[M, K]`` of submodules, of at most ``tokens`` tokens each, as :func:`unit_rows`.
 
-    Those of a norm whose weight is 1 are its outputs.
+    Those of a norm whose weight is 1 are its outputs, ``centred`` if it is a LayerNorm.
     """
     seen: list[Tensor] = []
     if observers := dict.fromkeys(names, seen.append):
         observe(block, [batch], observers)
-    return [unit_rows(x[:: -(-len(x) // tokens)]) for x in seen]
+    return [unit_rows(x[:: -(-len(x) // tokens)], centred) for x in seen]

@@ -1,10 +1,11 @@
 """Reordering of input channels: a quantization group holds channels of similar salience.
 
-QServe B.2.3: channels are sorted by max|X|. With P an order of the input channels, ``X W^T = X[:,
-P] W[:, P]^T``. The order of X folds into the rows of up and gate (-> down) and, inside a head, of v
-(-> o; all query heads of a kv head share it). Behind a norm it cannot fold, since each layer has
-its own order on the one residual stream: it is then stored with the linears, and their input is
-gathered at run time.
+QServe B.2.3: channels are sorted by max|X|. Where the weights are pruned, the order is one in which
+pruning leaves out little (:mod:`.pruning_order`), except inside heads. With P an order of the input
+channels, ``X W^T = X[:, P] W[:, P]^T``. The order of X folds into the rows of up and gate (-> down)
+and, inside a head, of v (-> o; all query heads of a kv head share it). Behind a norm it cannot
+fold, since each layer has its own order on the one residual stream: it is then stored with the
+linears, and their input is gathered at run time.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
+from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import collect
 from qtool.calibration.transforms.folding import per_kv_head, require_groups
+from qtool.calibration.transforms.pruning_order import ROUNDS, ROWS, pruning_order
 from qtool.models.family import Family
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.fmpq_blocks import by_magnitude
@@ -30,10 +33,13 @@ BEFORE_ORDER = {
     "value-basis": "a new basis has other channels",
 }
 
+#: of all batches, of which the mean squares of the channels are taken where weights are pruned
+TOKENS = 2048
+
 
 @dataclass(kw_only=True)
 class Reorder(Transform):
-    """Sort input channels by salience.
+    """Sort input channels by salience, or arrange them for pruning.
 
     Args:
         groups: which groups: ``heads`` (o) and ``product`` (down), which fold, and ``norm`` (qkv,
@@ -57,18 +63,38 @@ class Reorder(Transform):
             for name in g.linears
         )
 
+    def work(self, block: BlockShape) -> Work:
+        groups = [g for g in block.family.groups if recipe_group(g) in self.groups and g.ordered]
+        pruned = [g for g in groups if not block.pruned.isdisjoint(g.linears)]
+        looked = sum(min(n, ROWS) * k for n, k in block.stacked(pruned))
+        searched = Work(search_weights=ROUNDS * looked, search_tries=ROUNDS * len(pruned))
+        return super().work(block) + searched
+
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         chosen = [g for g in block.family.groups if recipe_group(g) in self.groups and g.ordered]
-        inputs = collect(block, batches, [group.linears[0] for group in chosen], tokens=0)
+        pruned = any(sparsity_of(block, group) for group in chosen)
+        tokens = TOKENS if pruned else 0
+        inputs = collect(block, batches, [group.linears[0] for group in chosen], tokens)
         for group in chosen:
             if (seen := inputs.get(group.linears[0])) is None:
                 order = torch.arange(block.weight(group.linears[0]).shape[1], device=block.device)
             elif group.fold is Fold.HEADS:
                 order = order_in_heads(block, seen.amax)
+            elif sparsity := sparsity_of(block, group):
+                weights = torch.cat([block.weight(name).float() for name in group.linears])
+                some = weights[:: -(-len(weights) // ROWS)]
+                order = pruning_order(some.square() * seen.sample.square().mean(0), sparsity)
             else:
                 order = by_magnitude(seen.amax)
             permute(block, group, order)
+
+
+def sparsity_of(block: Block, group: LinearGroup) -> tuple[int, int] | None:
+    """That of the schemes of all linears of ``group``; None where they differ or are dense."""
+    schemes = [block.schemes.get(name) for name in group.linears]
+    found = {None if scheme is None else scheme.sparsity for scheme in schemes}
+    return found.pop() if len(found) == 1 else None
 
 
 def order_in_heads(block: Block, amax: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from qtool.calibration.transforms.learned_rotation import (
     unit_inputs,
     unit_rows,
 )
+from qtool.calibration.transforms.pruned_rotation import Readers, learn_to_prune, readers_of
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 
@@ -56,9 +57,9 @@ class Rotate(Transform):
         seed: of the random signs of the residual rotation.
         learn_steps: by which the residual rotation is learned from the weights that read the
             residual stream, and from their inputs if these have no more bits than they, from the
-            Hadamard on (:mod:`.learned_rotation`); 0: none. Models with LayerNorm keep the
-            Hadamard. Likewise, block by block and in half the steps, those of the value heads from
-            W_o.
+            Hadamard on (:mod:`.learned_rotation`); where these weights are pruned, from the
+            identity on, so that pruning leaves out little (:mod:`.pruned_rotation`); 0: none.
+            Likewise, block by block and in half the steps, those of the value heads from W_o.
         residual: rotate the residual stream (needs the norms fused).
         heads: rotate each value head.
         keeps_mean: rotate around the all-ones vector; models that normalize with LayerNorm always
@@ -93,7 +94,7 @@ class Rotate(Transform):
 
     @property
     def learns(self) -> bool:
-        return self.residual and self.learn_steps > 0 and not self.keeps_mean
+        return self.residual and self.learn_steps > 0
 
     @property
     def head_steps(self) -> int:
@@ -103,6 +104,7 @@ class Rotate(Transform):
     def learn(self, blocks: Iterable[Block], batches: Sequence[Batch]) -> dict[str, Tensor]:
         rows: list[Tensor] = []
         inputs: list[Tensor] = []
+        pruned: list[Readers] = []
         groups, ranges = 1, True
         for block in blocks:
             readers = {
@@ -111,24 +113,39 @@ class Rotate(Transform):
                 for name in group.linears
                 if group.reads_residual and name in block.schemes
             }
-            weights = {name: block.weight(name) for name in readers}
-            size = 2 * sum(weight.numel() for weight in weights.values())
+            sparse = {n: norm for n, norm in readers.items() if block.schemes[n].sparsity}
+            size = 2 * sum(block.weight(name).numel() for name in readers)
+            size += 4 * len(set(sparse.values())) * block.config.hidden_size**2
             every = -(-size * block.config.num_hidden_layers // LARGEST) or 1
-            for name, weight in weights.items():
-                groups = max(groups, block.schemes[name].groups(weight).shape[1])
-                ranges &= block.schemes[name].has_zero_points
+            if sparse and block.index % every == 0:
+                pruned += readers_of(block, batches, sparse)
+            dense = [name for name in readers if name not in sparse]
+            for name in dense:
+                weight, scheme = block.weight(name), block.schemes[name]
+                groups = max(groups, scheme.groups(weight).shape[1])
+                ranges &= scheme.has_zero_points
                 rows.append(unit_rows(weight[block.index % every :: every]))
-            coarse = [name for name in readers if block.schemes[name].coarse_inputs]
+            norms = {readers[name] for name in dense if block.schemes[name].coarse_inputs}
             for batch in batches:
-                norms = {readers[name] for name in coarse}
-                inputs += unit_inputs(block, batch, norms, -(-TOKENS // (every * len(batches))))
+                tokens = -(-TOKENS // (every * len(batches)))
+                inputs += unit_inputs(block, batch, norms, tokens, block.family.layer_norm)
             propagate(block, batches)
+        if pruned:
+            found = learn_to_prune(pruned, self.learn_steps, self.keeps_mean)
+            return {"rotation": found.cpu()}
         if not rows:
             return {}
         hidden = rows[0].shape[1]
         start = self.rotation(hidden)(torch.eye(hidden, dtype=torch.float64))
-        group = hidden // groups
-        found = learn(rows, start[None], group, self.learn_steps, inputs, ranges=ranges)
+        found = learn(
+            rows,
+            start[None],
+            hidden // groups,
+            self.learn_steps,
+            inputs,
+            ranges=ranges,
+            keeps_ones=self.keeps_mean,
+        )
         return {"rotation": found[0].cpu()}
 
     def load(self, learned: Mapping[str, Tensor]) -> None:
@@ -138,12 +155,15 @@ class Rotate(Transform):
     def work(self, block: BlockShape) -> Work:
         work = Work()
         if self._learned_bytes(block):
-            steps = self.learn_steps / block.config.num_hidden_layers
+            hidden, layers = block.config.hidden_size, block.config.num_hidden_layers
+            steps = self.learn_steps / layers
             seen = replace(block, samples=min(block.samples, LEARNING_SEQUENCES))
+            # with the inverses of the moments behind norms
+            pruned = 4 * self._pruned_norms(block) * layers * float(hidden) ** 3
             work += Work(
                 read_bytes=block.weights * block.itemsize,
                 forward_flops=seen.forward_flops(),
-                search_flops=steps * step_flops(block.config.hidden_size),
+                search_flops=steps * (step_flops(hidden) + pruned),
                 search_tries=steps * STEP_TRIES,
             )
         if self._heads_learn(block):
@@ -162,12 +182,21 @@ class Rotate(Transform):
         """Bytes of the rows, and inputs, that the rotation is learned of; 0 if it is not."""
         if not self.learns:
             return 0
+        hidden, layers = block.config.hidden_size, block.config.num_hidden_layers
         readers = [g for g in block.family.folds() if g.reads_residual]
         linears = (n for g in readers for n in g.linears if n in block.quantized)
-        rows = 2 * sum(prod(block.quantized[n]) for n in linears) * block.config.num_hidden_layers
-        norms = len({group.source for group in readers}) * block.config.num_hidden_layers
-        inputs = 2 * norms * TOKENS * block.config.hidden_size
+        rows = 2 * sum(prod(block.quantized[n]) for n in linears) * layers
+        rows += 4 * self._pruned_norms(block) * hidden**2 * layers
+        norms = len({group.source for group in readers}) * layers
+        inputs = 2 * norms * TOKENS * hidden
         return int((rows + inputs) / max(1, -(-rows // LARGEST)))
+
+    def _pruned_norms(self, block: BlockShape) -> int:
+        """How many norms weights that are pruned read."""
+        readers = (g for g in block.family.folds() if g.reads_residual)
+        return len(
+            {group.source for group in readers if not block.pruned.isdisjoint(group.linears)}
+        )
 
     def _heads_learn(self, block: BlockShape) -> bool:
         attention = block.family.attention

@@ -14,9 +14,16 @@ from qtool.pipeline.job import Job
 def block_shape(job: Job, block: int, samples: int, seqlen: int, itemsize: int = 2) -> BlockShape:
     """The shape of block ``block`` of ``job``, as its methods count their work."""
     linears = job.linears(block)
-    quantized = {name: linears[name] for name in job.formats(block)}
+    formats = job.formats(block)
     return BlockShape(
-        job.block_family(block), job.namespace, linears, quantized, samples, seqlen, itemsize
+        job.block_family(block),
+        job.namespace,
+        linears,
+        {name: linears[name] for name in formats},
+        samples,
+        seqlen,
+        itemsize,
+        frozenset(name for name, own in formats.items() if own.scheme_object.sparsity),
     )
 
 

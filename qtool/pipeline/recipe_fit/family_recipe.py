@@ -9,10 +9,6 @@ from qtool.recipes import Recipe, Step
 
 #: of a checkpoint that a head apart from the embedding may take more before ``best`` keeps the tie
 HEAD_SHARE = 0.05
-UNROTATED = (
-    "rotate: the residual stream left out, value heads alone are rotated and smooth takes the "
-    "inputs behind norms"
-)
 
 
 def for_family(recipe: Recipe, family: Family) -> Recipe:
@@ -25,7 +21,8 @@ def for_family(recipe: Recipe, family: Family) -> Recipe:
             reason = family.refuses[step.name]
             recipe = recipe.adapted(f"{step.name} left out: {reason}", transforms=rest)
     if _rotates(recipe) and family.why_fixed:
-        recipe = recipe.adapted(f"{UNROTATED}: {family.why_fixed}", transforms=_unrotated(recipe))
+        change = f"{_change(recipe)}: {family.why_fixed}"
+        recipe = recipe.adapted(change, transforms=_unrotated(recipe))
     return recipe
 
 
@@ -49,7 +46,7 @@ def for_tied_head(recipe: Recipe, family: Family, head_bytes: int, untied_bytes:
             f"the tied head is stored apart from the embedding, {more}: the transforms change the "
             "two differently"
         )
-    what = UNROTATED if _rotates(recipe) else "norm-fusion: the final norm left out"
+    what = _change(recipe) if _rotates(recipe) else "norm-fusion: the final norm left out"
     reason = f"the tied head would have to be stored apart from the embedding, {more}"
     return recipe.adapted(f"{what}: {reason}", transforms=_unrotated(recipe, keep_final=True))
 
@@ -58,6 +55,19 @@ def _rotates(recipe: Recipe) -> bool:
     """Whether ``recipe`` rotates the residual stream."""
     step = recipe.step("rotate")
     return step is not None and bool(step.options.get("residual", True))
+
+
+def _rotates_heads(step: Step) -> bool:
+    return bool(step.options.get("heads", True))
+
+
+def _change(recipe: Recipe) -> str:
+    """What :func:`_unrotated` does to a recipe that rotates the residual stream."""
+    step = recipe.step("rotate")
+    assert step is not None
+    heads = ": the residual stream left out, value heads alone are rotated"
+    rest = heads if _rotates_heads(step) else " left out"
+    return f"rotate{rest} and smooth takes the inputs behind norms"
 
 
 def _unrotated(recipe: Recipe, *, keep_final: bool = False) -> tuple[Step, ...]:
@@ -70,6 +80,8 @@ def _unrotated(recipe: Recipe, *, keep_final: bool = False) -> tuple[Step, ...]:
     for step in recipe.transforms:
         options = dict(step.options)
         if step.name == "rotate":
+            if not _rotates_heads(step):
+                continue
             options["residual"] = False
         if step.name == "smooth":
             options.pop("groups", None)

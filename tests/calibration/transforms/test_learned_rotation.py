@@ -1,4 +1,4 @@
-"""The rotation that is learned: its gradient, its maxima, of what, and who keeps the Hadamard."""
+"""The rotation that is learned: its gradient, its maxima, of what, and what it keeps."""
 
 from pathlib import Path
 from typing import Any
@@ -220,9 +220,25 @@ def test_large_models_learn_from_some_rows(
         assert any(torch.equal(few, rows[first::3]) for first in range(3))
 
 
-def test_layer_norms_keep_the_hadamard() -> None:
-    assert not rotate.Rotate(learn_steps=5, keeps_mean=True).learns
+def test_value_heads_alone_learn_block_by_block() -> None:
     assert not rotate.Rotate(learn_steps=5, residual=False).learns
+
+
+def test_layer_norms_keep_their_ones() -> None:
+    ones, x = torch.ones(H, dtype=torch.float64), rows(600)
+    fixed = rotation(H, keeps_ones=True)(torch.eye(H, dtype=torch.float64))[None]
+    q = learn([x], fixed, GROUP, 60, keeps_ones=True)
+    torch.testing.assert_close(ones @ q[0], ones, rtol=0, atol=1e-5)
+    torch.testing.assert_close(q[0] @ q[0].T, torch.eye(H, dtype=torch.float64))
+    assert maxima(x, q) < 0.8 * maxima(x, fixed)
+
+
+def test_rows_of_a_layer_norm_are_centred() -> None:
+    x = rows(5) + 3
+    wanted = torch.nn.functional.layer_norm(x, (H,), eps=0)
+    torch.testing.assert_close(
+        learned_rotation.unit_rows(x, True).float(), wanted, atol=2e-3, rtol=2e-3
+    )
 
 
 def test_a_plan_counts_it(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
