@@ -515,6 +515,29 @@ def test_the_output_is_not_the_model(refused, make_model: MakeModel, tmp_path, m
     assert not list(tmp_path.glob("**/*.partial"))
 
 
+def test_the_output_is_in_no_model(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    model = make_model(dtype=torch.float16)
+    native = quantize(Checkpoint(model), recipes.load("w4a16"), tmp_path / "native")
+    for outer, inside in ((model, model / "q"), (native, native / "new" / "q")):
+        for command in (
+            ("quantize", model, "--scheme", "w8a8"),
+            ("export", native, "--format", "gptq"),
+            ("export", native, "--format", "gguf"),
+        ):
+            code, message = qtool_run(monkeypatch, capsys, *command, "--out", inside)
+            assert code == 2 and f"{inside} lies inside the model {outer}, " in message
+    assert not list(tmp_path.glob("**/*.partial")) and not (native / "new").exists()
+
+
+def test_a_config_without_weights_is_no_model(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    shutil.copyfile(model / "config.json", tmp_path / "config.json")
+    monkeypatch.chdir(tmp_path)
+    quantize(Checkpoint(model), recipes.load("w8a8"), Path("q"))
+
+
 def test_a_billion_blocks(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     model, out = make_model(), tmp_path / "q"
     quantize(Checkpoint(model), recipes.load("w8a8"), out)

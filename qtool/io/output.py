@@ -34,6 +34,8 @@ RUN, JOB, LOCK, REFUSED = ".run", "job.json", "lock", "refused"
 def require_new(directory: Path) -> None:
     """Check that ``directory`` can become a result: it is not there, or an empty directory.
 
+    Inside a model's directory it cannot: it would be uploaded and copied along with that model.
+
     Raises:
         QtoolError: it cannot.
     """
@@ -47,6 +49,12 @@ def require_new(directory: Path) -> None:
         raise QtoolError(f"{directory}: {above} is a file, where a directory is expected")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise QtoolError(f"{directory} exists already; choose another --out or remove it")
+    for parent in directory.resolve().parents:
+        if (parent / CONFIG).is_file() and any(parent.glob("*.safetensors")):
+            raise QtoolError(
+                f"{directory} lies inside the model {parent}, whose files it would be among; "
+                "choose an --out outside it"
+            )
 
 
 def lock(path: Path, directory: Path) -> IO[str]:
