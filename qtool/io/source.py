@@ -99,8 +99,12 @@ def _download(model: str, patterns: list[str]) -> Path:
             snapshot_download(model, allow_patterns=patterns, ignore_patterns=OTHER_WEIGHTS)
         )
     except Exception as error:
+        owner, _, name = model.partition("/")
+        here = "is not a local directory and"
+        if Path(owner).is_dir():
+            here = f"does not exist: {owner} has no directory {name}; as a hub id it"
         raise QtoolError(
-            f"{model} is not a local directory and could not be had from the hub "
+            f"{model} {here} could not be had from the hub "
             f"({type(error).__name__}: {in_one_line(error)}); pass the path of a "
             "downloaded model directory"
         ) from error

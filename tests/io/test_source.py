@@ -6,6 +6,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
+from qtool.errors import QtoolError
 from qtool.io.source import resolve
 
 WANTED = [
@@ -36,3 +37,22 @@ def test_a_download_has_the_weights_once(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("owner/name", weights=weights) == Path("/somewhere")
     assert taken == wanted
+
+
+def test_a_path_that_would_be_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of hub models often lie in a directory of the owner's name."""
+
+    def download(model: str, **patterns: list[str]) -> str:
+        if model == "models/llama":
+            raise OSError("no network")
+        return "/somewhere"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(QtoolError, match=r"^models/llama is not a local directory and could"):
+        resolve("models/llama")
+    (tmp_path / "models").mkdir()
+    said = r"^models/llama does not exist: models has no directory llama; as a hub id it could not"
+    with pytest.raises(QtoolError, match=said):
+        resolve("models/llama")
+    assert resolve("models/other") == Path("/somewhere")
