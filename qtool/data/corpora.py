@@ -148,8 +148,11 @@ def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corp
     """The ``split`` (train or test) of a named corpus, or the whole of the file ``source``.
 
     Raises:
-        QtoolError: an unknown name, an unreadable file, or a corpus neither local nor reachable.
+        QtoolError: an unknown name, an unreadable file, no such ``data_dir``, or a corpus neither
+            local nor reachable.
     """
+    if data_dir:
+        data_directory(data_dir)  # which the demo and a file do not need
     if source not in SOURCES:
         return Corpus(Path(source).name, source, text_files.read(require_file(source)))
     wanted = SOURCES[source][split]

@@ -79,10 +79,13 @@ def load_tasks(
             as it is served.
 
     Raises:
-        QtoolError: as :func:`qtool.data.corpora.load` and :func:`qtool.eval.zero_shot.load` do.
+        QtoolError: as :func:`qtool.data.corpora.load` and :func:`qtool.eval.zero_shot.load` do, or
+            no such ``data_dir``.
     """
     require_count("batch_size", batch_size)
     require_count("seqlen", seqlen, 2)
+    if data_dir:
+        corpora.data_directory(data_dir)  # which no task may need
     found = []
     same = {"tokenizer": _fingerprint(tokenizer), "deterministic": deterministic}
     how: dict[str, Any] = {

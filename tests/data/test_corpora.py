@@ -165,8 +165,9 @@ def test_bad_parquet_column_and_directory(tmp_path):
 def test_bad_names(tmp_path):
     with pytest.raises(QtoolError, match=r"unknown corpus 'wikitext'.*did you mean wikitext2\?"):
         corpora.load("wikitext", split="train")
-    with pytest.raises(QtoolError, match=r"data directory .* does not exist"):
-        corpora.load("c4", split="train", data_dir=tmp_path / "absent")
+    for name in ("c4", "demo", __file__):
+        with pytest.raises(QtoolError, match=r"data directory .* does not exist"):
+            corpora.load(name, split="train", data_dir=tmp_path / "absent")
 
 
 def test_a_file_at_home(tmp_path, monkeypatch):

@@ -178,3 +178,8 @@ def test_a_misspelt_last_name_stops_before_any_work(tokenizer, data_dir):
         evaluate(["c4", "min"], None, tokenizer, data_dir=data_dir)
     with pytest.raises(QtoolError, match=r"absent.txt does not exist"):
         evaluate(["c4", "absent.txt"], None, tokenizer, data_dir=data_dir)
+
+
+def test_a_missing_data_directory_is_refused_by_tasks_that_need_none(model, tokenizer, tmp_path):
+    with pytest.raises(QtoolError, match=r"the data directory .*absent does not exist"):
+        evaluate(["demo_choice"], model, tokenizer, data_dir=tmp_path / "absent", limit=1)
