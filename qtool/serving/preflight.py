@@ -28,12 +28,16 @@ def require_gpus(count: int) -> None:
 
 
 def require_servable(
-    directory: Path, tensor_parallel: int, capability: tuple[int, int] | None = None
+    directory: Path,
+    tensor_parallel: int,
+    capability: tuple[int, int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Refuse linears that do not go together, a damaged file, odd shares, a GPU without a kernel.
 
     Args:
         capability: of the GPUs, as far as it is known. A model that is not native can be served.
+        dtype: of the activations; None: what vLLM chooses, which is of 16 bits.
 
     Raises:
         QtoolError: naming what does not fit; one sentence.
@@ -44,13 +48,16 @@ def require_servable(
     linears = PackedLinears(config, native_format(config))
     linears.require_joined()
     require_stored(Checkpoint(directory), linears)
-    require_shares_and_kernels(linears, tensor_parallel, capability)
+    require_shares_and_kernels(linears, tensor_parallel, capability, dtype)
 
 
 def require_shares_and_kernels(
-    linears: PackedLinears, tensor_parallel: int, capability: tuple[int, int] | None
+    linears: PackedLinears,
+    tensor_parallel: int,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Refuse what ``tensor_parallel`` GPUs of ``capability`` cannot share or multiply.
+    """Refuse what ``tensor_parallel`` GPUs of ``capability`` cannot share or multiply in ``dtype``.
 
     Raises:
         QtoolError: naming the first such linear.
@@ -64,5 +71,5 @@ def require_shares_and_kernels(
         case = linear_format, outputs, k, ranks, permuted
         if case not in seen:
             require_shares(name, linear_format, outputs, k, ranks, permuted=permuted)
-            require_kernel(name, linear_format, sum(outputs), k, capability)
+            require_kernel(name, linear_format, sum(outputs), k, capability, dtype)
             seen.add(case)

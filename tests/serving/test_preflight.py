@@ -1,6 +1,7 @@
 """What cannot be served is refused in a sentence before an engine loads anything."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -161,6 +162,7 @@ def test_what_needs_no_vllm_is_said_before_it_is_imported(
     native: Native, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The import takes a minute."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # which an engine changes
     monkeypatch.setattr(engine, "version", lambda name: "0.26.0")
     monkeypatch.setitem(sys.modules, "vllm", None)  # which ends its import
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -169,8 +171,11 @@ def test_what_needs_no_vllm_is_said_before_it_is_imported(
     parted = [rule("w8a8", "row-major-8", "v_proj"), rule("w4a8-lqq", "dual-mma")]
     with pytest.raises(QtoolError, match="the engine joins"):
         engine.require_vllm(native(rules=parted), 1)
-    with pytest.raises(QtoolError, match="vLLM is needed"):
-        engine.require_vllm(native(), 1)
+    with pytest.raises(QtoolError, match=r"no kernel takes activations in torch\.float32"):
+        engine.engine(native("w4a16", "marlin"), dtype="float32")
+    for dtype in ("auto", "float16"):
+        with pytest.raises(QtoolError, match="vLLM is needed"):
+            engine.engine(native("w4a16", "marlin"), dtype=dtype)
 
 
 def test_an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

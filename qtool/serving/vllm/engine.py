@@ -5,7 +5,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qtool.errors import QtoolError
+from qtool.models.architecture import DTYPES
 from qtool.serving.preflight import require_gpus, require_servable
 
 NEEDED = "vLLM is needed: pip install 'qtool[vllm]'"
@@ -35,7 +38,8 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     # ranks of vLLM open each other's memory, which cannot be had of expandable segments
     os.environ.pop("PYTORCH_ALLOC_CONF", None)
-    require_vllm(Path(directory), options.get("tensor_parallel_size", 1))
+    dtype = DTYPES.get(options.get("dtype", "auto"))
+    require_vllm(Path(directory), options.get("tensor_parallel_size", 1), dtype)
     from vllm import LLM
 
     fixed = {"skip_tokenizer_init": True, "disable_log_stats": True, "enable_prefix_caching": False}
@@ -48,7 +52,7 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
         ) from error
 
 
-def require_vllm(directory: Path, tensor_parallel: int) -> None:
+def require_vllm(directory: Path, tensor_parallel: int, dtype: torch.dtype | None = None) -> None:
     """Refuse what cannot be served, before anything is loaded; the plugin is registered after it.
 
     vLLM takes a minute to import: what can be said without it is said first.
@@ -61,7 +65,7 @@ def require_vllm(directory: Path, tensor_parallel: int) -> None:
 
     installed()
     require_gpus(tensor_parallel)
-    require_servable(directory, tensor_parallel)
+    require_servable(directory, tensor_parallel, dtype=dtype)
     # stdout is for results; vLLM's own voice is heard where something is wrong
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -72,7 +76,7 @@ def require_vllm(directory: Path, tensor_parallel: int) -> None:
     from vllm.platforms import current_platform  # asked without a context on the GPU
 
     found = current_platform.get_device_capability()
-    require_servable(directory, tensor_parallel, found and (found.major, found.minor))
+    require_servable(directory, tensor_parallel, found and (found.major, found.minor), dtype)
 
 
 def installed() -> str:
