@@ -657,3 +657,16 @@ def test_the_bytes_of_a_linear_are_those_of_its_tensors(make_model: MakeModel) -
     for linear in plan(job).linears:
         own = [t for name, t in stored.items() if name.startswith(job.full(0, linear.name) + ".")]
         assert own and linear.nbytes == sum(t.numel() * t.dtype.itemsize for t in own)
+
+
+@pytest.mark.parametrize(("scheme", "served"), [("w4a4-mix", False), ("w8a8", True)])
+def test_a_plan_says_with_the_cards_words_what_vllm_does_not_serve(
+    scheme: str, served: bool, make_model: MakeModel, tmp_path: Path
+) -> None:
+    model = make_model(hidden_size=256, head_dim=64)
+    planned = qtool.plan(model, scheme)
+    said = [line for line in as_text(planned).splitlines() if "vLLM cannot serve it: " in line]
+    native = qtool.quantize(model, scheme, out=tmp_path / "native").directory
+    card = (native / "README.md").read_text().splitlines()
+    assert [line.removesuffix(".") for line in card if "vLLM cannot serve it: " in line] == said
+    assert (as_dict(planned)["not_served"] is None) == (not said) == served

@@ -12,6 +12,8 @@ from qtool.pipeline.planning.plan import Plan, PlannedBlocks, PlannedLinear
 from qtool.pipeline.streaming import activations
 from qtool.pipeline.units import bytes_text, duration, times
 from qtool.recipes.schema import CONTINUED, GIVEN
+from qtool.runtime.dispatch import not_served
+from qtool.runtime.packed_linears import PackedLinears
 from qtool.table import render
 
 
@@ -61,6 +63,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "windows_shortage": planned.shortage or None,
         "disk_bytes": planned.disk_bytes,
         "resume_bytes": planned.resume_bytes,
+        "not_served": _not_served(planned.job).get("not served"),
     }
 
 
@@ -82,6 +85,7 @@ def as_text(planned: Plan) -> str:
             f"({times(planned.source_bytes, planned.output_bytes)}) in "
             f"{len(planned.shard_bytes)} shards",
             *_costs(planned),
+            *(f"vLLM cannot serve it: {reason}" for reason in _not_served(job).values()),
             _exports(job),
         ]
     )
@@ -125,6 +129,10 @@ def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, Plann
         groups.setdefault((name, (x.scheme, x.group_size, x.layout, x.shape)), []).append(x)
     for (name, _), found in groups.items():
         yield (f"{name} ({len(found)})" if len(found) > 1 else found[0].name), found[0]
+
+
+def _not_served(job: Job) -> dict[str, str]:
+    return not_served(PackedLinears(job.config, job.format))
 
 
 def _exports(job: Job) -> str:
