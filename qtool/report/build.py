@@ -32,9 +32,9 @@ from qtool.runtime.load import load, load_tokenizer
 from qtool.runtime.read_linear import load_linear, packed_linears
 
 WINDOWS, TOKENS = 4, 512
-#: transforms that leave every weight as the source has it, so that a rounded weight can be held
-#: against it
-KEEPS_WEIGHTS = frozenset({"clip"})
+#: transforms that leave every weight as the source has it, or are undone where it is dequantized,
+#: so that a rounded weight can be held against it
+KEEPS_WEIGHTS = frozenset({"clip", "online-hadamard"})
 
 
 @torch_defaults()

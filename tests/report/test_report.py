@@ -313,6 +313,18 @@ def test_weight_error_is_that_of_the_stored_weight(base, quantized):
     assert errors.what == "weight"
 
 
+def test_weight_errors_of_rotated_inputs(make_model, tmp_path):
+    """Where the rounding recorded none, as a plugin's may."""
+    source = make_model()
+    recipe = {"layers": [{"match": ".*", "scheme": "w8a8"}], "transforms": ["online-hadamard"]}
+    made = quantize(Checkpoint(source), recipes.parse(recipe, "test"), tmp_path / "made")
+    recorded = recorded_errors(read_record(made)["blocks"]).by_role
+    with mock.patch.multiple(build, recorded_errors=lambda _: None, _measured=lambda *_: {}):
+        found = collect(made, str(source), "cpu").errors
+    assert found.what == "weight" and found.by_role.keys() == recorded.keys()
+    assert found.by_role["mlp.down_proj"] == pytest.approx(recorded["mlp.down_proj"], rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "mistral3"])
 def test_weight_errors_of_a_source_with_other_names_or_forms(kind, tmp_path):
     source = save_tiny(kind, tmp_path / "source")
