@@ -1175,6 +1175,12 @@ FAULTS = [
             "tests/serving/test_partition.py",
         ),
         (
+            "qtool/serving/preflight.py",
+            "sum(outputs), k, capability, dtype)",
+            "sum(outputs), k, capability)",
+            "tests/serving/test_preflight.py -k imported",
+        ),
+        (
             "qtool/serving/stored.py",
             "in packed and full not in expected:",
             "in expected and full not in packed:",
@@ -1253,6 +1259,18 @@ FAULTS = [
             'if step.name != "online-hadamard"',
             "if step.options",
             "tests/recipes/test_recipe.py -k export",
+        ),
+        (
+            "qtool/runtime/dispatch.py",
+            "x=rotate(x), permutation",
+            "x=x, permutation",
+            "tests/runtime/test_dispatch.py -k rotate",
+        ),
+        (
+            "qtool/runtime/dispatch.py",
+            "call.epsilon, call.format.rotated)",
+            "call.epsilon, False)",
+            "tests/runtime/test_dispatch.py -k rotate",
         ),
         (
             "qtool/runtime/linear.py",
