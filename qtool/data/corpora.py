@@ -30,7 +30,7 @@ from textwrap import shorten
 from typing import Any
 
 from qtool.data import text_files
-from qtool.errors import QtoolError, expand_home, suggest
+from qtool.errors import QtoolError, expand_home, require_path, suggest
 from qtool.io import hub
 from qtool.io.source import DEMO
 
@@ -187,10 +187,10 @@ def data_directory(data_dir: str | Path | None) -> Path | None:
     """The directory of local copies: ``data_dir``, else ``QTOOL_DATA_DIR``, else None.
 
     Raises:
-        QtoolError: it is missing.
+        QtoolError: it is missing, or no path.
     """
     named = data_dir or os.environ.get("QTOOL_DATA_DIR")
-    directory = expand_home(named) if named else None
+    directory = require_path("data_dir", named) if named else None
     if directory and not directory.is_dir():
         raise QtoolError(f"the data directory {named} does not exist")
     return directory

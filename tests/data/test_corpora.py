@@ -168,6 +168,8 @@ def test_bad_names(tmp_path):
     for name in ("c4", "demo", __file__):
         with pytest.raises(QtoolError, match=r"data directory .* does not exist"):
             corpora.load(name, split="train", data_dir=tmp_path / "absent")
+    with pytest.raises(QtoolError, match="data_dir 3: a string or a path is expected"):
+        corpora.load("c4", split="train", data_dir=3)
 
 
 def test_a_file_at_home(tmp_path, monkeypatch):
