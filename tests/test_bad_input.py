@@ -219,7 +219,7 @@ def test_wrong_shape_dtype_and_tensors(refused, make_model: MakeModel) -> None: 
     refused(f"{DOWN}: dtype torch.int8 found", model)
     rewrite(model, DOWN, torch.zeros(128, 384))
     rewrite(model, "model.layers.0.mlp.extra.weight", torch.zeros(2))
-    refused("model.layers.0.mlp.extra.weight: not a tensor of a Llama model", model)
+    refused("model.layers.0.mlp.extra.weight: not a tensor of a Llama model of 2 blocks; ", model)
 
 
 def test_missing_tensor(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]

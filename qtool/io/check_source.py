@@ -58,7 +58,8 @@ def check_source(
         known = name in expected or is_second_head(name, model) or _is_computed(name, model)
         if not known and not keep_unknown and name.rpartition(".")[0] not in packed:
             way_on = "refusing to lose it" if packed else "pass --keep-unknown to copy it as it is"
-            raise QtoolError(f"{name}: not a tensor of a {model.family.name} model; {way_on}")
+            what = f"a {model.family.name} model of {model.blocks} blocks"  # as config.json says
+            raise QtoolError(f"{name}: not a tensor of {what}; {way_on}")
     _require_tied(source, model)
     return expected
 
