@@ -26,6 +26,7 @@ from qtool.kernels.hopper.gemm import most_token_tiles, staging_bytes
 from qtool.kernels.hopper.tiles import RESIDENT, Tile
 from qtool.kernels.hopper.w4a16 import EXACT_TOKENS
 from qtool.layouts.marlin import MARLIN
+from qtool.schemes.arithmetic.online_hadamard import rotate
 from tests.kernels.experts_cases import COUNTS, SCHEMES, by_experts, exact, grouped
 
 
@@ -112,12 +113,15 @@ def test_a_row_is_quantized_as_its_token_is() -> None:
     assert all(len(each) == 10 for each in found)
     expected = quantize_activation(x[[4, 0, 0, 2]], None, None, "none", 0.0)
     assert all(torch.equal(a[:4], b) for a, b in zip(found, expected, strict=True))
-    found = quantize_expert_rows(x, None, offsets, "silu-up")
-    gate, up = x[:4].chunk(2, -1)
-    expected = quantize_activation(silu(gate) * up, None, None, "none", 0.0)
-    assert all(torch.equal(a[:4], b) for a, b in zip(found, expected, strict=True))
-    for fusion, rows in (("none", place), ("silu-up", None)):
-        torch.library.opcheck(quantize_expert_rows, (x, rows, offsets, fusion))
+    gate, up = (x := torch.randn(5, 128).bfloat16()).chunk(2, -1)
+    for rotated in (False, True):
+        found = quantize_expert_rows(x, None, offsets, "silu-up", rotated)
+        y = (silu(gate) * up)[:4]
+        given = rotate(y) if rotated else y
+        expected = quantize_activation(given, None, None, "none", 0.0)
+        assert all(torch.equal(a[:4], b) for a, b in zip(found, expected, strict=True))
+        for fusion, rows in (("none", place), ("silu-up", None)):
+            torch.library.opcheck(quantize_expert_rows, (x, rows, offsets, fusion, rotated))
 
 
 def test_a_row_is_its_token() -> None:
@@ -126,11 +130,14 @@ def test_a_row_is_its_token() -> None:
     offsets = torch.tensor([0, 1, 1, 4]).int()
     found = gather_expert_rows(x, place, offsets, "none")
     assert found.shape == (10, 64) and torch.equal(found[:4], x[[4, 0, 0, 2]])
-    gate, up = x.chunk(2, -1)
-    found = gather_expert_rows(x, None, offsets, "silu-up")
-    assert found.shape == (5, 32) and torch.equal(found[:4], (silu(gate) * up)[:4])
-    for fusion, rows in (("none", place), ("silu-up", None)):
-        torch.library.opcheck(gather_expert_rows, (x, rows, offsets, fusion))
+    gate, up = (x := torch.randn(5, 128).bfloat16()).chunk(2, -1)
+    for rotated in (False, True):
+        found = gather_expert_rows(x, None, offsets, "silu-up", rotated)
+        y = silu(gate) * up
+        expected = rotate(y).bfloat16() if rotated else y
+        assert found.shape == (5, 64) and torch.equal(found[:4], expected[:4])
+        for fusion, rows in (("none", place), ("silu-up", None)):
+            torch.library.opcheck(gather_expert_rows, (x, rows, offsets, fusion, rotated))
 
 
 def test_the_weighted_sum_goes_by_the_tokens_own_order() -> None:
@@ -226,6 +233,8 @@ def test_refuses_in_one_sentence() -> None:
         combine_experts(torch.zeros(2, 12), ids, torch.ones(2, 2))
     with pytest.raises(QtoolError, match=r"^quantize_expert_rows: K = 12; expected a multiple"):
         quantize_expert_rows(torch.zeros(2, 12), None, ids[0], "none")
+    with pytest.raises(QtoolError, match=r"K = 72; expected a multiple of 64 up to"):
+        quantize_expert_rows(torch.zeros(2, 72), None, ids[0], "none", True)
     with pytest.raises(QtoolError, match=r"^gather_expert_rows: place has shape \(2,\); expected"):
         gather_expert_rows(torch.zeros(2, 16), ids[0], ids[0], "none")
     with pytest.raises(QtoolError, match="unknown fusion 'rms-norm'"):

@@ -47,7 +47,7 @@ class QuantizeExpertRows(ExpertRows):
     def launch(self, out: tuple[Tensor, Tensor, Tensor]) -> None:
         x, k = self.x, out[0].shape[1]
         require_hopper(x.device)
-        sources = [(inf, sorted_definition(k, x.dtype, self.fusion))]
+        sources = [(inf, sorted_definition(k, x.dtype, self.fusion, self.rotated))]
         plan = RowPlan(sources, (None, None), k, 0.0, x.device)
         more = ROWS.pack(*self.pointers(), self.top)
         plan.launch(len(x), *pointers(x, *out), more=more)
@@ -56,15 +56,15 @@ class QuantizeExpertRows(ExpertRows):
 quantize_expert_rows = operator("quantize_expert_rows", QuantizeExpertRows)
 
 
-def sorted_definition(k: int, dtype: torch.dtype, fusion: str) -> Source:
+def sorted_definition(k: int, dtype: torch.dtype, fusion: str, rotated: bool) -> Source:
     """Source name, prologue and macros of one kernel."""
-    name, prologue, defines = definition(k, dtype, fusion, gather=False)
+    name, prologue, defines = definition(k, dtype, fusion, False, rotated)
     return name, prologue, defines | {"SORTED": 1}
 
 
 def builds() -> Iterator[Build]:
-    """Each fusion at a short and a long row."""
-    for fusion, k in product(FUSIONS, (64, 4096)):
-        source = sorted_definition(k, torch.bfloat16, fusion)
-        name = f"quantize_expert_rows {fusion} K={k}"
+    """Each fusion at a short and a long row, rotated and not."""
+    for fusion, k, rotated in product(FUSIONS, (64, 4096), (False, True)):
+        source = sorted_definition(k, torch.bfloat16, fusion, rotated)
+        name = f"quantize_expert_rows {fusion} K={k}" + " rotated" * rotated
         yield Build(name, "sm_90a", source, source[2]["THREADS"], calls=True)

@@ -24,17 +24,19 @@ class ExpertRows(NamedTuple):
         expert_offsets: int32 ``[E + 1]``; its last is how many rows there are, the rest of the
             output is left as it is.
         fusion: ``none`` or ``silu-up``.
+        rotated: rotate what is fused; K is a multiple of 64 then.
     """
 
     x: Tensor
     place: Tensor | None
     expert_offsets: Tensor
     fusion: str
+    rotated: bool = False
 
     @property
     def quantized(self) -> QuantizeActivation:
         """The op that quantizes all tokens as they lie; what it fuses is fused here too."""
-        return QuantizeActivation(self.x, None, None, self.fusion, 0.0)
+        return QuantizeActivation(self.x, None, None, self.fusion, 0.0, self.rotated)
 
     @property
     def top(self) -> int:

@@ -1,5 +1,5 @@
-// Rows of 16 bits sorted by expert: a token's, or SiLU(gate) * up of one, to the places that it has. A thread has eight values;
-// the host defines CLUSTER, how many blocks share a row.
+// Rows of 16 bits sorted by expert: a token's, or SiLU(gate) * up of one, to the places that it has, rotated if ROTATE. A thread
+// has eight values; the host defines CLUSTER, how many blocks share a row.
 #include "activation/activation_row.cuh"
 
 struct Params {
