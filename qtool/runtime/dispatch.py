@@ -135,7 +135,12 @@ def _w4a8_experts(call: ExpertsCall) -> Tensor:
 def _quantized_rows(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
     from qtool.kernels.experts.quantize import quantize_expert_rows
 
-    return quantize_expert_rows(call.x, call.place, call.expert_offsets, call.fusion)
+    return quantize_expert_rows(*_rows(call))
+
+
+def _rows(call: ExpertsCall) -> tuple[Tensor, Tensor | None, Tensor, str, bool]:
+    """The arguments of what quantizes or copies the tokens."""
+    return call.x, call.place, call.expert_offsets, call.fusion, call.format.rotated
 
 
 def _by_rows(call: ExpertsCall) -> dict[str, Tensor]:
@@ -253,7 +258,7 @@ def _w4a16_experts(call: ExpertsCall) -> Tensor:
     from qtool.kernels.experts.w4a16 import w4a16_experts_gemm
 
     offsets, qweight, scale = call.expert_offsets, call.stored["qweight"], call.stored["scale"]
-    x = gather_expert_rows(call.x, call.place, offsets, call.fusion)
+    x = gather_expert_rows(*_rows(call))
     return w4a16_experts_gemm(x, offsets, qweight, scale, call.out_dtype)
 
 

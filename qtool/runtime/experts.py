@@ -149,7 +149,6 @@ def _are_alike(linears: Sequence[Sequence[Any]]) -> bool:
     return (
         kernel is not None
         and kernel.experts is not None
-        and not first.format.rotated  # no grouped kernel rotates tokens
         and all(linear.format == first.format for linear in every)
         and all(linear.bias is None and linear.permutation is None for linear in every)
         and len({(linear.out_features, linear.in_features) for linear in every}) == 1

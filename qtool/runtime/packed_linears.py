@@ -70,8 +70,8 @@ class PackedLinears:
         """The formats of the two stacks that an engine makes of a block's experts; None: 16 bits.
 
         Raises:
-            QtoolError: if linears of a stack differ, one stack alone is packed, or inputs are
-                permuted or rotated.
+            QtoolError: if linears of a stack differ, one stack alone is packed, inputs are permuted
+                or those of gate and up rotated.
         """
         first, second = self.joined(layer, gate_up), self.joined(layer, down)
         if first is None and second is None:
@@ -85,10 +85,10 @@ class PackedLinears:
                 f"{layer}: experts with input permutations are not served; quantize without "
                 "reordering"
             )
-        if first.rotated or second.rotated:
+        if first.rotated:
             raise QtoolError(
-                f"{layer}: experts with rotated inputs are not served; quantize without rotating "
-                "what they read"
+                f"{layer}: experts are served with rotated inputs of down alone; quantize without "
+                "rotating those of gate and up"
             )
         return first, second
 

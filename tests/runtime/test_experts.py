@@ -1,6 +1,7 @@
 """Experts of a packed mixture in one launch a stack: what they compute, and when they do."""
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,18 +93,44 @@ def test_in_float32_too(packed: Path) -> None:
 
 
 @torch.no_grad()
-def test_rotated_experts_come_one_after_another(packed: Path) -> None:
-    """No kernel of all experts rotates tokens."""
+def test_rotated_experts_all_at_once_are_one_after_another(packed: Path) -> None:
     model = load_as_stored(packed)
+    plain = model(IDS).logits
     for experts in stacks(model):
         for expert in experts:
             down: Any = expert.get_submodule(experts.roles["down"])
             down.format = replace(down.format, rotated=True)
-    plain = dequantized(copy.deepcopy(model))
+    exact, expected = dequantized(copy.deepcopy(model))(IDS).logits, model(IDS).logits
+    assert (expected - plain).norm() > 0.1 * plain.norm()
     group_experts(model)
-    assert all(experts.grouped is None for experts in stacks(model))
-    expected = plain(IDS).logits
-    assert (model(IDS).logits - expected).norm() <= 0.1 * expected.norm()
+    assert all(experts.grouped for experts in stacks(model))
+    found = model(IDS).logits
+    assert (found - expected).norm() <= 0.02 * expected.norm()
+    assert (found - exact).norm() <= 0.1 * exact.norm()
+
+
+@torch.no_grad()
+def test_a_mixture_quantized_with_the_rotation_computes_what_its_unrotated_weights_do(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    source = AutoModelForCausalLM.from_config(CONFIGS["qwen3-moe"], dtype=torch.float32)
+    source.save_pretrained(tmp_path / "model")
+    rule = {"match": ".*", "scheme": "w8a8", "group_size": "channel"}
+    recipe = {"scheme": "w8a8", "layers": [rule], "transforms": ["online-hadamard"]}
+    out = qtool.quantize(tmp_path / "model", recipe=recipe, out=tmp_path / "out").directory
+    stored = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert stored["rotated"] == ["mlp.experts.*.down_proj"] and stored["format_version"] == 2
+    model = load(out)
+    downs = [one.down_proj for experts in stacks(model) for one in experts]
+    assert len(downs) == 12 and all(down.format.rotated for down in downs)
+    assert not any(one.gate_proj.format.rotated for experts in stacks(model) for one in experts)
+    expected = source(IDS).logits
+    for found in (model, dequantized(copy.deepcopy(model))):
+        assert (found(IDS).logits - expected).norm() < 0.03 * expected.norm()
+    own = source.model.layers[1].mlp.experts.down_proj[3]  # [H, I]
+    weight = stacks(dequantized(model))[1][3].down_proj.weight
+    assert (weight - own).norm() < 0.01 * own.norm()
 
 
 @torch.no_grad()

@@ -104,9 +104,9 @@ def test_permuted_inputs_of_experts_and_of_one_of_several(native: Native, tmp_pa
 
 
 def test_rotated_inputs_of_experts_and_of_one_of_several(native: Native, tmp_path: Path) -> None:
-    down = [f"block_sparse_moe.experts.{e}.w2" for e in range(4)]
+    up = [f"block_sparse_moe.experts.{e}.{w}" for e in range(4) for w in ("w1", "w3")]
     for variant, names, said in (
-        ("mixtral", down, r"experts: experts with rotated inputs are not served"),
+        ("mixtral", up, r"experts: experts are served with rotated inputs of down alone"),
         ("llama", ["mlp.up_proj"], r"gate_proj \(w8a8, .*8\) and .*up_proj .*, rotated inputs\)"),
     ):
         plain = native("w8a8", "row-major-8", variant)
@@ -126,6 +126,17 @@ def test_what_ranks_can_share_of_rotated_inputs(native: Native) -> None:
     require_shares_and_kernels(linears, 1, HOPPER)
     with pytest.raises(QtoolError, match=r"mlp.down_proj: its inputs are rotated .* 544 input"):
         require_shares_and_kernels(linears, 2, HOPPER)
+
+
+def test_what_ranks_can_share_of_experts_rotated_inputs(native: Native) -> None:
+    require_servable(native("w8a8", "row-major-8", "qwen3_moe", **ROTATED), 4, HOPPER)
+    rules = [rule("w8a8", "row-major-8", "down_proj"), {"match": ".*", "scheme": None}]
+    directory = native("w8a8", variant="qwen3_moe", rules=rules, **ROTATED)
+    config = read_config(directory) | {"moe_intermediate_size": 64 * 6}
+    linears = PackedLinears(config, native_format(config))
+    require_shares_and_kernels(linears, 2, HOPPER)
+    with pytest.raises(QtoolError, match=r"experts.0.down_proj: its inputs are rotated .* 96 inp"):
+        require_shares_and_kernels(linears, 4, HOPPER)
 
 
 def test_a_damaged_checkpoint_names_the_tensor(native: Native, tmp_path: Path) -> None:

@@ -195,21 +195,23 @@ def test_ranks_rotate_what_they_have(native: Native, scheme: str, layout: str) -
     assert (total - exact).norm() < (0.2 if bits == 4 else 0.02) * exact.norm()
 
 
-def test_shared_experts_may_be_rotated(native: Native) -> None:
+def test_experts_may_be_rotated(native: Native) -> None:
     directory = native(variant="qwen2_moe", **ROTATED)
     model = loaded(directory)
     assert {n for n, m in packed_layers(model).items() if m.quant_method.format.rotated} == {
         "model.layers.0.mlp.shared_expert.down_proj"
     }
+    formats = experts_of(model).quant_method.formats
+    assert formats["w2"].rotated and not formats["w13"].rotated
     assert not [row for row in layers(model, Checkpoint(directory)) if row.problem]
 
 
-def test_rotated_routed_experts_are_refused(native: Native, tmp_path: Path) -> None:
-    names = [f"block_sparse_moe.experts.{e}.w2" for e in range(4)]
+def test_experts_whose_gate_and_up_are_rotated_are_refused(native: Native, tmp_path: Path) -> None:
+    names = [f"block_sparse_moe.experts.{e}.{w}" for e in range(4) for w in ("w1", "w3")]
     rotated = {"rotated": names, "format_version": 2}
     directory = rewritten(native(variant="mixtral"), tmp_path / "rotated", {}, **rotated)
     # vLLM and the check before it say so in the same words
-    with pytest.raises(QtoolError, match="experts with rotated inputs are not served") as refused:
+    with pytest.raises(QtoolError, match="are served with rotated inputs of down") as refused:
         loaded(directory)
     with pytest.raises(QtoolError) as before:
         require_servable(directory, 1, None)
@@ -241,13 +243,15 @@ def experts_of(model: nn.Module) -> Any:
         ("w4a16", "marlin"),
     ],
 )
+@pytest.mark.parametrize("more", [{}, ROTATED], ids=["plain", "rotated"])
 @torch.no_grad()
 def test_grouped_experts_compute_what_a_loop_over_them_does(
-    native: Native, scheme: str, layout: str
+    native: Native, scheme: str, layout: str, more: dict[str, Any]
 ) -> None:
     """Each token's choices in its own order, whatever is another rank's."""
-    layer = experts_of(loaded(native(scheme, layout, "mixtral")))
+    layer = experts_of(loaded(native(scheme, layout, "mixtral", **more)))
     method: Any = layer.quant_method
+    assert method.formats["w2"].rotated == bool(more)
     assert method.grouped and sum(gemm.launches for gemm in method.gemms(layer)) == 2
     x = torch.randn(20, 512).bfloat16()
     weights, ids = torch.rand(20, 4).softmax(-1).topk(2)
