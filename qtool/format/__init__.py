@@ -11,6 +11,7 @@ from qtool.format.checkpoint import (
     CheckpointFormat,
     Rule,
     native_format,
+    of_any_expert,
 )
 from qtool.format.linear import SLAB_ROWS, LinearFormat
 
@@ -23,4 +24,5 @@ __all__ = [
     "LinearFormat",
     "Rule",
     "native_format",
+    "of_any_expert",
 ]

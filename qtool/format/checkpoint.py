@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -53,7 +53,8 @@ class CheckpointFormat:
     Args:
         scheme: the name the user asked for (a recipe's; its rules may mix schemes).
         permuted: names within a block of the linears that store an input permutation.
-        rotated: likewise of those whose inputs are rotated at run time.
+        rotated: likewise of those whose inputs are rotated at run time, ``*`` for any expert's
+            number.
         kv: the KV-cache quantizer, or None.
     """
 
@@ -71,9 +72,12 @@ class CheckpointFormat:
     def of(self, name: str) -> LinearFormat | None:
         """The format of the linear ``name`` (full module path); None if it stays as it is."""
         found = next((rule.format for rule in self.rules if re.search(rule.match, name)), None)
-        if found and self.rotated and _ends_in(name, self._rotated):
+        if found and self.rotated and self._is_rotated(name):
             return replace(found, rotated=True)
         return found
+
+    def _is_rotated(self, name: str) -> bool:
+        return any(_ends_in(own, self._rotated) for own in (name, _any_expert(name)))
 
     def is_permuted(self, name: str) -> bool:
         """Whether the linear ``name`` (full module path) stores an input permutation."""
@@ -149,6 +153,18 @@ def native_format(config: Mapping[str, Any]) -> CheckpointFormat:
     if "quantization_config" not in config:
         raise QtoolError("the model is not quantized: config.json has no quantization_config")
     return CheckpointFormat.from_dict(config["quantization_config"])
+
+
+def of_any_expert(names: Collection[str], linears: Collection[str]) -> tuple[str, ...]:
+    """``names`` of a block's ``linears``; ``*`` is an expert's number where all are among them."""
+    others = {_any_expert(name) for name in set(linears) - set(names)}
+    short = {name: _any_expert(name) for name in names}
+    return tuple(dict.fromkeys(name if own in others else own for name, own in short.items()))
+
+
+def _any_expert(name: str) -> str:
+    """``name`` with ``*`` for each number in it."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
 def _ends_in(name: str, within_block: frozenset[str]) -> bool:

@@ -19,7 +19,7 @@ from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.errors import QtoolError, suggest
 from qtool.exchange.import_formats import already_quantized
-from qtool.format import CheckpointFormat, LinearFormat, Rule
+from qtool.format import CheckpointFormat, LinearFormat, Rule, of_any_expert
 from qtool.io.source import dequantized_note, plain_config
 from qtool.layouts.row_major import BY_BITS
 from qtool.models import Family, family_of
@@ -139,8 +139,13 @@ class Job(Architecture):
             tuple(dict.fromkeys(n for kind in kinds for t in transforms for n in named(t, kind)))
             for named in (_permuted, _rotated)
         )
+        linears = {name for kind in kinds for name in kind.linears()}
         checkpoint_format = CheckpointFormat(
-            recipe.scheme, rules, permuted=permuted, kv=recipe.kv, rotated=rotated
+            recipe.scheme,
+            rules,
+            permuted=permuted,
+            kv=recipe.kv,
+            rotated=of_any_expert(rotated, linears),
         )
         return cls(
             config, family, dtype, source_dtype, recipe, checkpoint_format, transforms, rounding

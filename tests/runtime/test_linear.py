@@ -7,7 +7,7 @@ import torch
 
 from qtool import layouts, schemes
 from qtool.errors import QtoolError
-from qtool.format import CheckpointFormat, LinearFormat, Rule
+from qtool.format import CheckpointFormat, LinearFormat, Rule, of_any_expert
 from qtool.layouts.marlin_24 import Marlin24Layout
 from qtool.runtime.linear import QuantLinear
 from qtool.schemes.arithmetic.online_hadamard import rotate
@@ -118,6 +118,22 @@ def test_rotated_linears_are_another_version_of_the_format() -> None:
     assert rotated.of("model.layers.3.mlp.up_proj") is None
     with pytest.raises(QtoolError, match="version 3 cannot be read; this qtool reads version"):
         CheckpointFormat.from_dict(rotated.to_dict() | {"format_version": 3})
+
+
+def test_rotated_experts_are_one_entry_where_they_are_all() -> None:
+    up, down = ([f"mlp.experts.{e}.{part}_proj" for e in range(11)] for part in ("up", "down"))
+    linears, of_all = ["mlp.down_proj", *up, *down], "mlp.experts.*.down_proj"
+    assert of_any_expert([*down, "mlp.down_proj"], linears) == (of_all, "mlp.down_proj")
+    assert of_any_expert(down[:3], linears) == tuple(down[:3])
+    rules = (Rule(".*", LinearFormat("w8a8", None, "row-major-8")),)
+
+    def rotated(*names: str) -> set[str]:
+        stored = CheckpointFormat("w8a8", rules, rotated=names)
+        found = {name: stored.of(f"model.layers.7.{name}") for name in linears}
+        return {name for name, own in found.items() if own and own.rotated}
+
+    assert rotated(of_all) == set(down)
+    assert rotated(down[10], "mlp.down_proj") == {down[10], "mlp.down_proj"}
 
 
 @pytest.mark.parametrize(("scheme", "layout"), FITTING)
