@@ -23,7 +23,7 @@ from qtool.calibration.stacking import by_kind, packed_in_turn
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 from qtool.models.parts import Attention, Heads, SharedHeadCache
-from qtool.schemes.arithmetic.online_hadamard import rotate, rotate_fast
+from qtool.schemes.arithmetic.online_hadamard import rotate, rotate_input
 from qtool.schemes.base import ClipRatio, Params, Scheme
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Block:
         weight = self.weight(name)
         weight.copy_(rotate(weight))
         self.rotated.add(name)
-        self.get(name).register_forward_pre_hook(lambda _, inputs: (rotate_fast(inputs[0]),))
+        self.get(name).register_forward_pre_hook(rotate_input)
 
     def install(self, rounded: Mapping[str, Rounded]) -> None:
         """Let these linears compute what the quantized ones will, from now on."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qtool.models import family_of
-from qtool.models.grouped import grouped_linear, segments
+from qtool.models.grouped import as_read, grouped_linear, segments
 from qtool.models.parts import Experts
 
 
@@ -195,7 +195,7 @@ class SeparateExperts(nn.ModuleList):
 
     Attributes:
         observers: by the name of a linear within an expert: gets all experts' inputs ``[P, K]``,
-            sorted by expert, and their counts ``[E]``.
+            sorted by expert and as pre-hooks rotate them, and their counts ``[E]``.
         more: bool ``[T, E]``, or None: tokens that observers see of an expert beside those that are
             routed to it. The output does not depend on them.
         grouped: computes all packed experts of tokens, their experts and weights at once, or None
@@ -275,10 +275,10 @@ class SeparateExperts(nn.ModuleList):
         """
 
         def product(role: str, x: Tensor, parts: Sequence[Tensor]) -> Tensor:
+            linears = [getattr(self[first + i], self.roles[role]) for i in range(len(counts))]
             if (observer := self.observers.get(self.roles[role])) is not None:
-                observer(x, counts)
-            some = [self[first + i] for i in range(len(counts))]
-            return grouped_linear([getattr(one, self.roles[role]) for one in some], x, parts)
+                observer(as_read(linears, x, counts), counts)
+            return grouped_linear(linears, x, parts)
 
         parts = segments(x, counts)
         gate = product("gate", x, parts) if "gate" in self.roles else None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qtool.schemes.arithmetic.activation import UNQUANTIZED, Activation
+from qtool.schemes.arithmetic.online_hadamard import rotate_fast, rotate_input
 
 #: bytes that the rows of a grouped matmul's operands must be multiples of
 ALIGNMENT = 16
@@ -39,12 +40,13 @@ def grouped_linear(linears: Sequence[Any], x: Tensor, parts: Sequence[Tensor]) -
         x: ``[P, K]``.
         parts: its :func:`segments`; linears that share an input are given the same ones.
     """
-    if (activation := shared_activation(linears)) is None:
+    if (shared := shared_reading(linears)) is None:
         pairs = zip(linears, parts, strict=True)
         found = [linear(part) for linear, part in pairs if len(part)]
         return torch.cat(found) if found else x.new_empty(0, linears[0].out_features)
-    if activation is not UNQUANTIZED:
-        x = activation.fake(x)
+    activation, rotated = shared
+    if rotated or activation is not UNQUANTIZED:
+        x = activation.fake(rotate_fast(x) if rotated else x)
         parts = segments(x, [len(part) for part in parts])
     if runs_grouped(x, linears[0].weight):
         return _grouped(linears, x, [len(part) for part in parts])
@@ -53,16 +55,32 @@ def grouped_linear(linears: Sequence[Any], x: Tensor, parts: Sequence[Tensor]) -
     return torch.cat(found) if found else x.new_empty(0, len(linears[0].weight))
 
 
-def shared_activation(linears: Sequence[Any]) -> Activation | None:
-    """What quantizes the input of each of ``linears``; None if they are not alike or observed."""
-    found = {_activation(linear) for linear in linears}
+def shared_reading(linears: Sequence[Any]) -> tuple[Activation, bool] | None:
+    """What quantizes the input of each of ``linears``, and whether it is rotated before.
+
+    None if they are not alike or observed.
+    """
+    found = {_reading(linear) for linear in linears}
     return found.pop() if len(found) == 1 else None
 
 
-def _activation(linear: Any) -> Activation | None:
-    if linear._forward_pre_hooks or linear._forward_hooks:
+def _reading(linear: Any) -> tuple[Activation, bool] | None:
+    hooks = [*linear._forward_pre_hooks.values()]
+    if linear._forward_hooks or hooks not in ([], [rotate_input]):
         return None
-    return UNQUANTIZED if type(linear) is nn.Linear else getattr(linear, "activation", None)
+    if type(linear) is nn.Linear:
+        return UNQUANTIZED, bool(hooks)
+    activation = getattr(linear, "activation", None)
+    return None if hooks or activation is None else (activation, linear.rotated)
+
+
+def as_read(linears: Sequence[Any], x: Tensor, counts: Sequence[int]) -> Tensor:
+    """``x [P, K]``, of which ``linears [E]`` have ``counts [E]`` rows, as their hooks rotate it."""
+    rotated = torch.tensor([rotate_input in one._forward_pre_hooks.values() for one in linears])
+    if not rotated.any():
+        return x
+    rows = rotated.repeat_interleave(torch.tensor(counts)).to(x.device, non_blocking=True)
+    return torch.where(rows[:, None], rotate_fast(x), x)
 
 
 def runs_grouped(x: Tensor, weight: Tensor) -> bool:

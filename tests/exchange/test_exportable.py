@@ -152,6 +152,17 @@ def test_inputs_that_are_rotated_are_not_exported(
         assert export(plain.directory, format, tmp_path / format).errors
 
 
+def test_mixtures_whose_experts_are_rotated_are_not_exported(make_model: MakeModel) -> None:
+    source = make_model("qwen3_moe", dtype=torch.float16)
+    own, without = (
+        qtool.plan(source, "w8a8", recipe="best", for_export=asked).job for asked in (False, True)
+    )
+    assert own.format.rotated == ("mlp.experts.*.down_proj",) and not without.format.rotated
+    with pytest.raises(QtoolError, match=r"experts.0.down_proj: .*: quantize with --for-export"):
+        formats_that_take(own.format, own.config)
+    assert "compressed-tensors-w8a8" in formats_that_take(without.format, without.config)
+
+
 def test_a_rotation_is_no_reason_where_no_format_takes_the_scheme(make_model: MakeModel) -> None:
     job = qtool.plan(make_model(dtype=torch.float16), "w4a4-mix", recipe="best").job
     assert job.format.rotated and formats_that_take(job.format, job.config) == []

@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from qtool.calibration.rounding.rounded import SimulatedLinear
 from qtool.models import grouped
-from qtool.models.grouped import grouped_linear, segments, shared_activation, stacked
-from qtool.schemes.arithmetic.activation import UNQUANTIZED
+from qtool.models.grouped import as_read, grouped_linear, segments, shared_reading, stacked
+from qtool.schemes import get
+from qtool.schemes.arithmetic.activation import PER_TOKEN_S8, UNQUANTIZED
+from qtool.schemes.arithmetic.online_hadamard import rotate_fast, rotate_input
 
 COUNTS = [3, 0, 5, 1]
 
@@ -78,11 +81,42 @@ def test_a_linear_that_is_looked_at_is_called_with_its_rows(linears):
     x, seen = torch.randn(sum(COUNTS), 16, dtype=torch.bfloat16), []
     expected = apart(linears, x)
     assert torch.equal(grouped_linear(linears, x, segments(x, COUNTS)), expected)
-    assert shared_activation(linears) is UNQUANTIZED
+    assert shared_reading(linears) == (UNQUANTIZED, False)
     linears[2].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    assert shared_activation(linears) is None
+    assert shared_reading(linears) is None
     assert torch.equal(grouped_linear(linears, x, segments(x, COUNTS)), expected)
     assert torch.equal(torch.cat(seen), x[3:8])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rounded", [False, True])
+def test_linears_that_rotate_are_one_product_too(rounded, monkeypatch):
+    """Before they are rounded, by a hook, and after."""
+    linears, w8a8 = [nn.Linear(64, 24, dtype=torch.bfloat16) for _ in COUNTS], get("w8a8")
+    if rounded:
+        linears = [
+            SimulatedLinear(one, w8a8, w8a8.fit(one.weight.float()), one.weight, rotated=True)
+            for one in linears
+        ]
+    else:
+        for linear in linears:
+            linear.register_forward_pre_hook(rotate_input)
+    assert shared_reading(linears) == (PER_TOKEN_S8 if rounded else UNQUANTIZED, True)
+    x = torch.randn(sum(COUNTS), 64, dtype=torch.bfloat16)
+    expected = apart(linears, x)
+    for at_once in (False, True):
+        monkeypatch.setattr(grouped, "runs_grouped", lambda x, weight, at_once=at_once: at_once)
+        found = grouped_linear(linears, x, segments(x, COUNTS))
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_inputs_are_seen_as_hooks_rotate_them():
+    linears, x = [nn.Linear(64, 24) for _ in COUNTS], torch.randn(sum(COUNTS), 64)
+    assert as_read(linears, x, COUNTS) is x
+    for number in (1, 2):
+        linears[number].register_forward_pre_hook(rotate_input)
+    expected = torch.cat([x[:3], rotate_fast(x[3:8]), x[8:]])
+    assert torch.equal(as_read(linears, x, COUNTS), expected)
 
 
 @torch.no_grad()

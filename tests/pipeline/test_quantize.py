@@ -237,6 +237,24 @@ def test_resumed_equals_uninterrupted(
     assert files(make(source, tmp_path / "cut", resume=True)) == whole  # type: ignore[operator]
 
 
+def test_a_resumed_mixture_equals_an_uninterrupted_one(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Blocks that were written are run again, with experts whose inputs are rotated."""
+    source = make_model("mixtral", dtype=torch.bfloat16, num_hidden_layers=3)
+    whole = files(_calibrated(source, tmp_path / "whole"))
+    stored = Checkpoint(tmp_path / "whole").config["quantization_config"]
+    assert stored["rotated"] == ["block_sparse_moe.experts.*.w2"]
+
+    def kill(done: int, *_: object) -> None:
+        if done == 2:
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        _calibrated(source, tmp_path / "cut", progress=kill)
+    assert files(_calibrated(source, tmp_path / "cut", resume=True)) == whole
+
+
 def test_a_resumed_run_has_the_rotation_that_was_learned(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

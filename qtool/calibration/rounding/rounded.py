@@ -129,9 +129,8 @@ class SimulatedLinear(nn.Module):
 
     @property
     def activation(self) -> Activation | None:
-        """What quantizes the input; None where it is changed first or parameters matter."""
-        as_it_is = self.permutation is None and not self.rotated
-        return self.scheme.input_quantizer if as_it_is else None
+        """What quantizes the (rotated) input; None where it is gathered or parameters matter."""
+        return self.scheme.input_quantizer if self.permutation is None else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = arranged(x, self.permutation, self.rotated)

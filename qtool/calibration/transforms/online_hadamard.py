@@ -21,9 +21,9 @@ from qtool.schemes.arithmetic.online_hadamard import SPAN
 
 @dataclass(kw_only=True)
 class OnlineHadamard(Transform):
-    """Rotate what dense down projections read, 64 channels at a time.
+    """Rotate what down projections read, 64 channels at a time.
 
-    Those of routed experts, and linears whose input channels 64 does not divide, stay as they are.
+    Linears whose input channels 64 does not divide stay as they are.
     """
 
     name = "online-hadamard"
@@ -39,8 +39,8 @@ class OnlineHadamard(Transform):
         kinds = dict.fromkeys(family.at(config, i) for i in range(config.num_hidden_layers))
         divides: dict[str, bool] = {}
         for kind in kinds:
-            dense = [g for g in kind.groups if recipe_group(g) == "product" and not g.routed]
-            for name in (name for group in dense for name in group.linears):
+            downs = [g for g in kind.groups if recipe_group(g) == "product"]
+            for name in (name for group in downs for name in group.linears):
                 whole = kind.shape(f"{name}.weight", config)[1] % SPAN == 0
                 divides[name] = divides.get(name, True) and whole
         self._chosen = frozenset(name for name, whole in divides.items() if whole)

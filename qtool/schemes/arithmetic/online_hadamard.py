@@ -6,6 +6,8 @@ no rotation folds into what precedes, as at the inputs of down projections (QuaR
 2404.00456, section 4; SpinQuant's R4, arXiv 2405.16406). H is symmetric, and H / 8 its own inverse.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,3 +34,8 @@ def rotate_fast(x: Tensor) -> Tensor:
     """:func:`rotate` by a matrix product, in x's dtype."""
     matrix = rotate(torch.eye(SPAN, device=x.device)).to(x.dtype)
     return (x.unflatten(-1, (-1, SPAN)) @ matrix).flatten(-2)
+
+
+def rotate_input(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A forward pre-hook of a linear whose columns are rotated."""
+    return (rotate_fast(inputs[0]),)

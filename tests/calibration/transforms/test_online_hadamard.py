@@ -9,13 +9,16 @@ from qtool.calibration.rounding.distill.distill import Distill
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
+from qtool.calibration.statistics import collect
 from qtool.calibration.transforms.clip import Clip
 from qtool.calibration.transforms.online_hadamard import OnlineHadamard
+from qtool.calibration.transforms.reorder import recipe_group
 from qtool.calibration.transforms.smooth import Smooth
 from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.schemes import get
 from qtool.schemes.arithmetic.online_hadamard import rotate
+from tests.calibration.conftest import CONFIGS, make_model
 
 DOWN = "mlp.down_proj"
 
@@ -37,10 +40,47 @@ def test_channels_that_64_does_not_divide_stay(llama, size, chosen):
     assert prepared(llama).rotates(family_of("llama")) == chosen
 
 
-def test_routed_experts_stay(any_wide_model):
-    family = family_of(any_wide_model.config.model_type)
-    names = prepared(any_wide_model).rotates(family.at(any_wide_model.config, 0))
-    assert not any(".experts." in name for name in names)
+def test_every_down_projection_is_rotated(any_wide_model):
+    family = family_of(any_wide_model.config.model_type).at(any_wide_model.config, 0)
+    downs = {n for g in family.groups if recipe_group(g) == "product" for n in g.linears}
+    assert set(prepared(any_wide_model).rotates(family)) == downs
+
+
+@pytest.mark.parametrize("size", [96, 128])
+def test_experts_of_channels_that_64_does_not_divide_stay(size):
+    model = make_model(CONFIGS["qwen3-moe"])
+    model.config.moe_intermediate_size = size
+    mixture, dense = (family_of("qwen3_moe").at(model.config, block) for block in (0, 1))
+    experts = tuple(f"mlp.experts.{e}.down_proj" for e in range(4)) if size == 128 else ()
+    assert prepared(model).rotates(mixture) == experts
+    assert prepared(model).rotates(dense) == (DOWN,)
+
+
+@pytest.mark.parametrize("some", [1, 4])
+def test_what_experts_read_is_rotated_wherever_it_is_observed(some, blocks):
+    """Of all at once and of each alone, and where other experts stay in 16 bits."""
+    block, batches = blocks(make_model(CONFIGS["mixtral"]), get("w8a8"))[0]
+    names = [f"block_sparse_moe.experts.{e}.w2" for e in range(4)]
+    before = [inputs_of(block, batches[0], name)[0] for name in names]
+    output, weights = run(block, batches[0]), [block.weight(name).clone() for name in names]
+    for name in names[some:]:
+        del block.schemes[name]
+    prepared(make_model(CONFIGS["mixtral"])).apply(block, batches)
+    assert block.rotated == set(names[:some])
+    expected = [rotate(x) for x in before[:some]] + before[some:]
+    seen = collect(block, batches[:1], names, tokens=32)
+    moments = Gptq().moments_of_experts(block, batches[:1], [[name] for name in names[:some]])
+    for name, x, weight in zip(names, expected, weights, strict=True):
+        torch.testing.assert_close(inputs_of(block, batches[0], name)[0], x, rtol=1e-4, atol=1e-4)
+        if name in seen:  # the others saw few tokens
+            torch.testing.assert_close(seen[name].amax, x.abs().amax(0), rtol=1e-4, atol=1e-4)
+        if name in block.rotated:
+            assert torch.equal(block.weight(name), rotate(weight))
+            exact = x.double().T @ x.double()
+            h = moments[name].h.double()
+            assert (h / h.trace() - exact / exact.trace()).norm() < 0.02 * h.norm() / h.trace()
+    assert names[0] in seen
+    torch.testing.assert_close(run(block, batches[0]), output, rtol=1e-4, atol=1e-4)
 
 
 def test_inputs_and_columns_are_rotated_alike(llama, blocks):
@@ -59,18 +99,22 @@ def test_what_stays_in_16_bits_is_not_rotated(llama, blocks):
     assert not block.rotated
 
 
+@pytest.mark.parametrize("name", ["llama-gqa-biases", "mixtral"])
 @pytest.mark.parametrize("rounding", [RoundToNearest(), Gptq(), Distill(epochs=1)])
-def test_a_rounded_linear_rotates(llama, blocks, rounding):
-    block, batches = blocks(llama, get("w8a8"))[0]
+def test_a_rounded_linear_rotates(name, blocks, rounding):
+    model = make_model(CONFIGS[name])
+    block, batches = blocks(model, get("w8a8"))[0]
     exact = run(block, batches[0])
-    prepared(llama).apply(block, batches)
+    prepared(model).apply(block, batches)
+    assert block.rotated
     with torch.no_grad():
         expected = run(block, batches[0])
     torch.testing.assert_close(expected, exact, rtol=1e-4, atol=1e-4)
     block.reference = Reference.of(block)
     found = rounding.round(block, batches)
     block.install({name: one for name, one in found.items() if isinstance(one, Rounded)})
-    assert (run(block, batches[0]) - exact).norm() < 0.05 * exact.norm()
+    least = 0.1 if name == "mixtral" else 0.05  # a token may go to other experts
+    assert (run(block, batches[0]) - exact).norm() < least * exact.norm()
 
 
 def test_it_comes_after_what_folds_in_the_channels_before():
