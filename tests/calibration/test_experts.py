@@ -23,6 +23,8 @@ from qtool.calibration.transforms.smooth import Smooth
 from qtool.models import family_of
 from qtool.models.auto import auto_class
 from qtool.models.experts import SeparateExperts, separate_experts
+from qtool.pipeline.verify import verify
+from qtool.runtime.load import load
 from tests.calibration.conftest import CONFIGS, TOKENS, make_model
 from tests.models.tiny import save_tiny, tiny_config
 
@@ -210,6 +212,24 @@ def test_experts_that_are_told_no_routing_are_given_no_tokens(tmp_path):
     for notes in json.loads((done.directory / "qtool.json").read_text())["blocks"]:
         assert NOTE not in notes and ALONE not in notes
         assert any(".experts.3." in name for name in notes["gptq"])
+
+
+@pytest.mark.parametrize("rounding", ["rtn", "gptq"])
+@pytest.mark.parametrize(("kind", "experts"), [("gpt_oss", "mlp"), ("llama4_text", "feed_forward")])
+def test_experts_of_other_forms_rotate_what_down_reads(kind, experts, rounding, tmp_path):
+    """Biases and a gate of its own, gate and up in turns; and no routing."""
+    model = save_tiny(kind, tmp_path / "model", intermediate_size=128)
+    rule = {"match": ".*", "scheme": "w8a8", "group_size": "channel"}
+    recipe = {"layers": [rule], "transforms": ["online-hadamard"], "rounding": rounding}
+    ids = torch.arange(3, 131).view(4, 32)
+    done = qtool.quantize(
+        model, "w8a8", recipe=recipe, out=tmp_path / "out", calibration=ids, samples=4
+    )
+    stored = json.loads((done.directory / "config.json").read_text())["quantization_config"]
+    assert f"{experts}.experts.*.down_proj" in stored["rotated"]
+    assert not [row for row in verify(done.directory) if row.problem]
+    expected, found = (load(folder)(ids).logits for folder in (model, done.directory))
+    assert (found - expected).norm() < 0.05 * expected.norm()
 
 
 def test_transforms_leave_starved_experts_to_themselves(starved, blocks):
