@@ -450,8 +450,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/learned_rotation.py",
-            "part[(step + number) % n :: n]",
-            "part[: len(part) // n]",
+            "slice((step + number) % n, None, n)",
+            "slice(0, None, n + 1)",
             "tests/calibration/transforms/test_learned_rotation.py",
         ),
         (
@@ -652,6 +652,36 @@ FAULTS = [
             "bias.copy_(_by_parts(bias.double(), q))",
             "bias.copy_(bias)",
             "tests/calibration/transforms/test_rotate.py",
+        ),
+        (
+            "qtool/calibration/transforms/learned_rotation.py",
+            "            half = half - means + means.mT\n",
+            "            half = half - means - means.mT\n",
+            "tests/calibration/transforms/test_learned_rotation.py",
+        ),
+        (
+            "qtool/calibration/transforms/pruned_rotation.py",
+            "found.addcmul_(turned_inverse, of_cost, value=2)",
+            "pass",
+            "tests/calibration/transforms/test_pruned_rotation.py",
+        ),
+        (
+            "qtool/calibration/transforms/pruned_rotation.py",
+            "largest=False",
+            "largest=True",
+            "tests/calibration/transforms/test_pruned_rotation.py",
+        ),
+        (
+            "qtool/calibration/transforms/pruning_order.py",
+            "order[j, one] = torch.where(better, theirs, mine)",
+            "order[j, one] = torch.where(better, mine, theirs)",
+            "tests/calibration/transforms/test_pruning_order.py",
+        ),
+        (
+            "qtool/calibration/transforms/pruning_order.py",
+            "found[0] + found[1] < least[one] + least[other]",
+            "found[0] + found[1] > least[one] + least[other]",
+            "tests/calibration/transforms/test_pruning_order.py",
         ),
         (
             "qtool/calibration/transforms/learned_rotation.py",

@@ -64,15 +64,14 @@ class Reorder(Transform):
         )
 
     def work(self, block: BlockShape) -> Work:
-        groups = [g for g in block.family.groups if recipe_group(g) in self.groups and g.ordered]
-        pruned = [g for g in groups if not block.pruned.isdisjoint(g.linears)]
+        pruned = [g for g in self._ordered(block.family) if not block.pruned.isdisjoint(g.linears)]
         looked = sum(min(n, ROWS) * k for n, k in block.stacked(pruned))
         searched = Work(search_weights=ROUNDS * looked, search_tries=ROUNDS * len(pruned))
         return super().work(block) + searched
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        chosen = [g for g in block.family.groups if recipe_group(g) in self.groups and g.ordered]
+        chosen = self._ordered(block.family)
         pruned = any(sparsity_of(block, group) for group in chosen)
         tokens = TOKENS if pruned else 0
         inputs = collect(block, batches, [group.linears[0] for group in chosen], tokens)
@@ -88,6 +87,9 @@ class Reorder(Transform):
             else:
                 order = by_magnitude(seen.amax)
             permute(block, group, order)
+
+    def _ordered(self, family: Family) -> list[LinearGroup]:
+        return [g for g in family.groups if recipe_group(g) in self.groups and g.ordered]
 
 
 def sparsity_of(block: Block, group: LinearGroup) -> tuple[int, int] | None:
