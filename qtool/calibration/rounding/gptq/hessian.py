@@ -47,20 +47,27 @@ class Hessian:
         return made
 
     def add(
-        self, x: Tensor, reference: Tensor | None = None, lacking: Tensor | None = None
+        self,
+        x: Tensor,
+        reference: Tensor | None = None,
+        lacking: Tensor | None = None,
+        share: Tensor | None = None,
     ) -> None:
         """Add inputs ``x [M, K]`` and the float block's ``reference [M, K]`` of their tokens.
 
-        ``lacking``: ``R_fp - R [M, H]`` of the residual stream.
+        Args:
+            lacking: ``R_fp - R [M, H]`` of the residual stream.
+            share: as what share of itself each token counts ``[M, 1]``; None: as it is.
         """
         h, *others = self._sums
         with phase("Hessian"):
+            counted = x if share is None else x * share.square().to(x.dtype)
             for (rows, columns), panel in self._by_panel(h.tensor):
-                add_product(panel, x[:, rows], x[:, columns])
+                add_product(panel, x[:, rows], counted[:, columns])
             missing = None if reference is None else reference.to(x.dtype) - x
             for part, error in zip(others, (missing, lacking), strict=False):
                 if error is not None:
-                    add_product(part.tensor.view(-1, x.shape[1]), error.to(x.dtype), x)
+                    add_product(part.tensor.view(-1, x.shape[1]), error.to(x.dtype), counted)
         self.tokens += len(x)
 
     def _by_panel(self, total: Tensor) -> Iterator[tuple[tuple[slice, slice], Tensor]]:

@@ -141,19 +141,24 @@ class Gptq(GptqOptions, Rounding):
         ``turns`` are the batches by ``ranks.lockstep``: None where this rank has none.
         """
         scheme, params, (n, k) = block.schemes[name], block.fit(name), block.weight(name).shape
-        norms = norms_of_writers(block.family, name) if reference and self.stream else []
+        norms = norms_of_writers(block.family, name)
+        known = norms if reference and self.stream else []
         multiplier = block.family.group_of(name).multiplier
-        hessian = Hessian(k, block.device, reference is not None, n if norms else 0)
+        hessian = Hessian(k, block.device, reference is not None, n if known else 0)
         if reference and name == compared(block)[-1]:
             reference.last_look()
         for batch in turns:
             if batch is not None and (seen := inputs_of(block, batch, name, *norms)):
-                floats = reference.inputs(batch, name, *norms) if reference else []
+                floats = reference.inputs(batch, name, *known) if reference else []
                 # of parallel branches the first makes up for what their stream lacks
-                alone = norms and not any(map(seen[-1].equal, seen[1:-1]))
+                alone = known and not any(map(seen[-1].equal, seen[1:-1]))
                 lacking = (floats[-1] - seen[-1]) / multiplier if alone else None
-                float_x = floats[0] if floats else None
-                hessian.add(scheme.fake_activation(seen[0], params), float_x, lacking)
+                share = None
+                if norms and self.largest_token:
+                    columns = multiplier * block.weight(name).norm(dim=0)
+                    share = share_of_tokens(seen[-1], seen[0], columns, self.largest_token)
+                x = scheme.fake_activation(seen[0], params)
+                hessian.add(x, floats[0] if floats else None, lacking, share)
             hessian.step()
         return hessian.complete()
 
@@ -293,6 +298,24 @@ def compared(block: Block) -> list[str]:
     linears = [names[0] for linears in dense for names in by_format(block, linears)]
     norms = (norm for name in linears for norm in norms_of_writers(block.family, name))
     return [*dict.fromkeys(norms), *linears]
+
+
+def share_of_tokens(stream: Tensor, x: Tensor, columns: Tensor, largest: float) -> Tensor:
+    """What each token counts ``[M, 1]`` for a linear that writes to the residual stream.
+
+    The norms that read the stream divide by a token's size in it, and so the error that it gets: a
+    massive activation (Sun et al., 2024, arXiv 2402.17762) would outweigh all other tokens.
+
+    Args:
+        stream: ``[M, H]``, before the linear writes to it. x: its inputs ``[M, K]``.
+        columns: the sizes of its weight's ``[K]``. What is written is judged by them, as if the
+            inputs were uncorrelated.
+        largest: in medians, as what size a larger token counts.
+    """
+    parts = (stream, x * columns.to(x.dtype))
+    sizes = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
+    size = torch.hypot(*sizes).clamp_min(torch.finfo(torch.float32).tiny)
+    return (largest * size.sort().values[len(size) // 2] / size).clamp_max(1)[:, None]
 
 
 def norms_of_writers(family: Family, name: str) -> list[str]:
