@@ -67,8 +67,8 @@ class GptqOptions:
             ``residual`` is above 0. Weights' errors depend on the input and can be made up for; the
             errors of activations do not, and fitting them adds noise.
         rounds: of least-squares scales and coordinate descent after the GPTQ pass.
-        largest_token: tokens larger in the residual stream than so many times the median count as
-            if they were that large, for linears that write to it; 0: all as they are.
+        largest_token: for linears that write to the residual stream, a token larger in it than so
+            many times the median counts as the median; 0: all as they are.
     """
 
     damping: float = 0.1
@@ -79,7 +79,7 @@ class GptqOptions:
     residual: float = 0.5
     stream: float = 1.0
     rounds: int = 2
-    largest_token: float = 4.0
+    largest_token: float = 16.0
 
     def clip_ratios(self, scheme: Scheme) -> list[float]:
         """The candidates of the clipping search, from 1 down; below 0 for a scale below 0."""

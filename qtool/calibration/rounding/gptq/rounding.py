@@ -301,21 +301,23 @@ def compared(block: Block) -> list[str]:
 
 
 def share_of_tokens(stream: Tensor, x: Tensor, columns: Tensor, largest: float) -> Tensor:
-    """What each token counts ``[M, 1]`` for a linear that writes to the residual stream.
+    """As what share of itself each token counts ``[M, 1]`` where the residual stream is written to.
 
-    The norms that read the stream divide by a token's size in it, and so the error that it gets: a
-    massive activation (Sun et al., 2024, arXiv 2402.17762) would outweigh all other tokens.
+    The norms that read the stream divide by a token's size in it, and so the error that it gets:
+    one with a massive activation (Sun et al., 2024, arXiv 2402.17762) would outweigh all others.
 
     Args:
         stream: ``[M, H]``, before the linear writes to it. x: its inputs ``[M, K]``.
         columns: the sizes of its weight's ``[K]``. What is written is judged by them, as if the
             inputs were uncorrelated.
-        largest: in medians, as what size a larger token counts.
+        largest: a token so many times as large as the median counts as it is, a larger one as the
+            median.
     """
     parts = (stream, x * columns.to(x.dtype))
     sizes = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
-    size = torch.hypot(*sizes).clamp_min(torch.finfo(torch.float32).tiny)
-    return (largest * size.sort().values[len(size) // 2] / size).clamp_max(1)[:, None]
+    size = torch.hypot(*sizes)
+    median = size.sort().values[len(size) // 2]
+    return torch.where(size > largest * median, median / size, 1.0)[:, None]
 
 
 def norms_of_writers(family: Family, name: str) -> list[str]:
