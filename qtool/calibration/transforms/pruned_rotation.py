@@ -2,9 +2,9 @@
 
 DenoiseRotator (Gu et al., 2025, arXiv 2505.23049) turns the residual stream before a model is
 pruned, so that few weights have most of the importance: it lowers the entropy of the weights'
-importance. Here it is lowered what pruning leaves out. With H the second moments of its inputs, the
-score of a weight in row w (Optimal Brain Surgeon's, as SparseGPT's) is what its absence costs once
-the others have made up for it, and
+importance. Here what pruning leaves out is itself lowered. With H the second moments of the inputs,
+the score of a weight in row w (Optimal Brain Surgeon's, as SparseGPT's) is what its absence costs
+once the others have made up for it, and
 
     s_k = (w Q)_k^2 / (Q^T H^-1 Q)_kk
 
@@ -53,7 +53,7 @@ class Readers:
 def readers_of(
     block: Block, batches: Sequence[Batch], sources: Mapping[str, str]
 ) -> Iterator[Readers]:
-    """Those of each norm in ``block``, whose norms have the weight 1.
+    """The readers of each norm in ``block``; the norms have the weight 1.
 
     Args:
         batches: what enters the block; none: the norms' outputs count as uncorrelated.
