@@ -85,7 +85,10 @@ def learn_to_prune(of_norms: Sequence[Readers], steps: int, keeps_ones: bool = F
     """``Q [K, K]``, float64; ``keeps_ones``: that of :func:`~.learned_rotation.descend`."""
     inverse = of_norms[0].inverse
     start = torch.eye(len(inverse), device=inverse.device)[None]
-    of_step = lambda q, step: gradient(of_norms, q[0], step)[None]  # noqa: E731
+
+    def of_step(q: Tensor, step: int) -> Tensor:
+        return gradient(of_norms, q[0], step)[None]
+
     return descend(start, steps, of_step, keeps_ones)[0]
 
 

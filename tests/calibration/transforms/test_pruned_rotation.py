@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qtool import recipes
+from qtool.calibration.statistics import collect
 from qtool.calibration.transforms import rotate
 from qtool.calibration.transforms.pruned_rotation import (
     Readers,
@@ -15,7 +16,7 @@ from qtool.calibration.transforms.pruned_rotation import (
     left_out,
     readers_of,
 )
-from qtool.calibration.transforms.reorder import Reorder
+from qtool.calibration.transforms.reorder import TOKENS, Reorder
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.work import block_shape
@@ -138,16 +139,29 @@ def test_a_rotation_without_text_goes_by_the_weights(make_model: MakeModel, tmp_
     assert errors[1] < errors[0]
 
 
-def test_uncorrelated_outputs_have_the_inverse_of_one(llama, blocks) -> None:  # type: ignore[no-untyped-def]
+def test_uncorrelated_outputs_have_the_inverse_of_one(llama, blocks) -> None:
     block, _ = blocks(llama, get("w4a16-24", 32))[0]
     (found,) = readers_of(block, [], {"self_attn.q_proj": "input_layernorm"})
     torch.testing.assert_close(found.inverse, torch.eye(len(found.inverse)) / 1.1)
 
 
-def test_logits_stay_in_an_order_for_pruning(any_model, transformed, logits) -> None:  # type: ignore[no-untyped-def]
+def test_logits_stay_in_an_order_for_pruning(any_model, transformed, logits) -> None:
     transforms = [Reorder(groups=("norm", "heads", "product"))]
     reordered = transformed(any_model, transforms, get("w4a16-24", 32))
     torch.testing.assert_close(logits(reordered), logits(any_model), rtol=1e-4, atol=1e-4)
+
+
+def test_down_is_ordered_so_that_pruning_leaves_out_less(llama, blocks) -> None:
+    block, batches = blocks(llama, get("w4a16-24", 32))[0]
+
+    def lost_in_down() -> float:
+        inputs = collect(block, batches, ["mlp.down_proj"], tokens=TOKENS)["mlp.down_proj"].sample
+        score = block.weight("mlp.down_proj").square() * inputs.square().mean(0)
+        return float((score * left_out(score, (2, 4))).sum())
+
+    before = lost_in_down()
+    Reorder(groups=("product",)).apply(block, batches)
+    assert 0 < lost_in_down() < 0.95 * before
 
 
 def test_a_plan_counts_both(make_model: MakeModel) -> None:

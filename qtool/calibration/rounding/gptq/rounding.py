@@ -144,6 +144,9 @@ class Gptq(GptqOptions, Rounding):
         norms = norms_of_writers(block.family, name)
         known = norms if reference and self.stream else []
         multiplier = block.family.group_of(name).multiplier
+        columns = None
+        if norms and self.largest_token:
+            columns = multiplier * block.weight(name).norm(dim=0)
         hessian = Hessian(k, block.device, reference is not None, n if known else 0)
         if reference and name == compared(block)[-1]:
             reference.last_look()
@@ -154,8 +157,7 @@ class Gptq(GptqOptions, Rounding):
                 alone = known and not any(map(seen[-1].equal, seen[1:-1]))
                 lacking = (floats[-1] - seen[-1]) / multiplier if alone else None
                 share = None
-                if norms and self.largest_token:
-                    columns = multiplier * block.weight(name).norm(dim=0)
+                if columns is not None:
                     share = share_of_tokens(seen[-1], seen[0], columns, self.largest_token)
                 x = scheme.fake_activation(seen[0], params)
                 hessian.add(x, floats[0] if floats else None, lacking, share)
