@@ -63,6 +63,9 @@ class Scheme(ABC):
     #: whether a scale below 0 is legal: codes reach a step further down than up, and either tail
     #: may be the longer
     negative_scales: ClassVar[bool] = False
+    #: the largest ratio of a clipping search; above 1 where rounding to an integer scale may cut a
+    #: group's range by so much
+    largest_clip: ClassVar[float] = 1.0
 
     def __init__(
         self, group_size: GroupSize = "default", scale_dtype: torch.dtype = torch.float32

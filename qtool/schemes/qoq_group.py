@@ -35,6 +35,7 @@ class ProgressiveQoQ(Scheme):
     signed = False
     group_sizes = (32, 64, 128)
     default_group_size = 128
+    largest_clip = 1.4  # a range of 1.49 * 15 codes gets s2 = 1
     activation = PER_TOKEN_S8
 
     def fit_range(

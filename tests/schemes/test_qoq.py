@@ -138,6 +138,22 @@ def test_rounding_once_is_nearer_than_level_by_level_and_legal() -> None:
     assert errors[0] < errors[1]
 
 
+def test_the_search_widens_a_range_that_an_integer_scale_would_cut() -> None:
+    """20.7 steps of level 1 get s2 = 1 and 15 of them; with s2 = 2 all are within half a code."""
+    scheme, weight = ProgressiveQoQ(), torch.zeros(2, 256)
+    weight[:, 0], weight[:, 128:] = 119, torch.tensor([20.7, -20.7])[:, None]
+    assert scheme.fit(weight)["s2"][:, 1].tolist() == [1, 1]
+    options = GptqOptions(residual=0, rounds=0)
+    codes, params = gptq(weight, scheme, hessian=torch.eye(256), options=options)
+    assert params["s2"][:, 1].tolist() == [2, 2]
+    scheme.check(codes, params)
+    assert (scheme.dequantize(codes, params) - weight)[:, 128:].abs().max() <= 1
+    ratios = options.clip_ratios(scheme)
+    assert ratios[0] == pytest.approx(1.4) and 1 in ratios and ratios[-1] == pytest.approx(0.6)
+    assert max(options.clip_ratios(QoQ())) == 1
+    assert GptqOptions(clip_steps=1).clip_ratios(scheme) == [1]
+
+
 def test_one_sided_group_keeps_its_zero_point() -> None:
     weight = torch.rand(4, 256) * 0.1 + 0.9
     scheme = ProgressiveQoQ()

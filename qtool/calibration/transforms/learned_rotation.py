@@ -8,14 +8,14 @@ scaled to a mean square of 1,
 
     minimize    mean over groups g of    (mean_g |w Q|^p)^(2/p)        p = 16
 
-where the p-norm stands for the maximum. Where a group has a zero point, its step follows from its
-range: half the sum of that norm of what is positive and of what is negative takes its place. To it
-comes the same of the inputs of these weights where they have no more bits than the weights. Where
-they have more, the axes stand for them with the weight 0.3: an outlier of the activations is a
-channel of the residual stream, and has to stay spread. With G the gradient in Q, the skew-symmetric
-``S = Q^T G - G^T Q`` is the direction on the manifold. Adam turns it into a step Y, and Cayley's
-transform takes it: ``Q <- Q (I + Y/2)^-1 (I - Y/2)``. With A = Y/2 skew-symmetric that is ``2 Q (I
-+ A^T A)^-1 (I - A) - Q``: no pivots.
+where the p-norm stands for the maximum, and each weight has the groups of its scheme. Where a group
+has a zero point, its step follows from its range: half the sum of that norm of what is positive and
+of what is negative takes its place. To it comes the same of the inputs of these weights where they
+have no more bits than the weights. Where they have more, the axes stand for them with the weight
+0.3: an outlier of the activations is a channel of the residual stream, and has to stay spread. With
+G the gradient in Q, the skew-symmetric ``S = Q^T G - G^T Q`` is the direction on the manifold. Adam
+turns it into a step Y, and Cayley's transform takes it: ``Q <- Q (I + Y/2)^-1 (I - Y/2)``. With A =
+Y/2 skew-symmetric that is ``2 Q (I + A^T A)^-1 (I - A) - Q``: no pivots.
 
 A rotation has ``n (n - 1) / 2`` free numbers, and what it wins falls with the number of groups over
 that: rows of random numbers are served as well as those of a model.
@@ -26,8 +26,9 @@ the heads' sums, and a group of their columns may lie across heads.
 Legend: n order of a matrix, h matrices, M rows, K columns, of which each matrix turns K / h.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 
 import torch
@@ -78,39 +79,60 @@ class Dense:
         return self.matrix
 
 
+@dataclass(frozen=True, eq=False)
+class GroupedRows:
+    """Rows of a weight, or of its inputs, and in what groups they are quantized.
+
+    Attributes:
+        values: ``[M, K]``. group: channels of a group. ranges: the groups have zero points.
+    """
+
+    values: Tensor
+    group: int
+    ranges: bool = False
+
+
 @torch.no_grad()
 def learn(
-    rows: Sequence[Tensor],
+    weights: Sequence[GroupedRows],
     start: Tensor,
-    group: int,
     steps: int,
-    inputs: Sequence[Tensor] = (),
-    *,
-    ranges: bool = False,
-    input_ranges: bool = False,
+    inputs: Sequence[GroupedRows] = (),
     keeps_ones: bool = False,
 ) -> Tensor:
     """``Q [h, n, n]``, float64, from the orthogonal ``start [h, n, n]``.
 
     Args:
-        rows: each ``[M, K]``. group: channels of a group. steps: of Adam.
-        inputs: likewise; none: the axes.
-        ranges: the groups of rows have zero points. input_ranges: those of inputs.
-        keeps_ones: of :func:`descend`.
+        steps: of Adam. inputs: of the weights; none: the axes. keeps_ones: of :func:`descend`.
     """
     matrices, order = start.shape[:2]
-    axes = torch.eye(order, device=rows[0].device).repeat(1, matrices) * order**0.5
-    beside, weight, size = [axes], AXES, gcd(group, order)
-    if inputs:
-        beside, weight, size = list(inputs), 1.0, group
+    device = weights[0].values.device
+    beside, share = inputs, 1.0
+    if not inputs:
+        axes = torch.eye(order, device=device).repeat(1, matrices) * order**0.5
+        group = gcd(min(part.group for part in weights), order)
+        beside, share = [GroupedRows(axes, group)], AXES
 
     def ahead(q: Tensor, step: int) -> Tensor:
         with tensor_cores():
-            found = gradient(_of_step(rows, order, step), q, group, ranges)
-            of_inputs = gradient(_of_step(beside, order, step), q, size, input_ranges)
-        return found.add_(of_inputs, alpha=weight)
+            found = gradient_of_step(weights, q, step)
+            return found.add_(gradient_of_step(beside, q, step), alpha=share)
 
-    return descend(start.to(rows[0].device), steps, ahead, keeps_ones)
+    return descend(start.to(device), steps, ahead, keeps_ones)
+
+
+def gradient_of_step(parts: Sequence[GroupedRows], q: Tensor, step: int) -> Tensor:
+    """The gradient ``[h, n, n]`` of the mean over the numbers of a step's rows."""
+    shares = rows_of_step([len(part.values) for part in parts], q.shape[-1], step)
+    alike: dict[tuple[int, bool], list[Tensor]] = {}
+    for part, own in zip(parts, shares, strict=True):
+        alike.setdefault((part.group, part.ranges), []).append(part.values[own])
+    together = {how: torch.cat(some) for how, some in alike.items()}
+    count = sum(map(len, together.values()))
+    found = torch.zeros_like(q)
+    for how, rows in together.items():
+        found.add_(gradient(rows, q, *how), alpha=len(rows) / count)
+    return found
 
 
 def descend(
@@ -148,12 +170,6 @@ def descend(
     for _ in range(4):  # Newton's iteration to the nearest orthogonal matrix
         q = 1.5 * q - 0.5 * q @ (q.mT @ q)
     return q
-
-
-def _of_step(parts: Sequence[Tensor], order: int, step: int) -> Tensor:
-    """The rows of a step, of each part its share."""
-    shares = rows_of_step([len(part) for part in parts], order, step)
-    return torch.cat([part[own] for part, own in zip(parts, shares, strict=True)])
 
 
 def rows_of_step(sizes: Sequence[int], order: int, step: int) -> list[slice]:
@@ -225,13 +241,25 @@ def unit_rows(x: Tensor, centred: bool = False) -> Tensor:
 
 
 def unit_inputs(
-    block: Block, batch: Batch, names: Iterable[str], tokens: int, centred: bool = False
-) -> list[Tensor]:
+    block: Block,
+    batch: Batch,
+    groups: Mapping[str, Iterable[int]],
+    tokens: int,
+    centred: bool = False,
+) -> list[GroupedRows]:
     """Inputs ``[M, K]`` of submodules, of at most ``tokens`` tokens each, as :func:`unit_rows`.
 
     Those of a norm whose weight is 1 are its outputs, ``centred`` if it is a LayerNorm.
+
+    Args:
+        groups: by the submodule's name the sizes of groups in which its inputs are quantized.
     """
-    seen: list[Tensor] = []
-    if observers := dict.fromkeys(names, seen.append):
-        observe(block, [batch], observers)
-    return [unit_rows(x[:: -(-len(x) // tokens)], centred) for x in seen]
+    seen: list[GroupedRows] = []
+
+    def add(x: Tensor, sizes: Iterable[int]) -> None:
+        values = unit_rows(x[:: -(-len(x) // tokens)], centred)
+        seen.extend(GroupedRows(values, size) for size in sizes)
+
+    if groups:
+        observe(block, [batch], {name: partial(add, sizes=own) for name, own in groups.items()})
+    return seen

@@ -31,6 +31,8 @@ from qtool.calibration.transforms.learned_rotation import descend, rows_of_step,
 
 #: share of the mean of H's diagonal that is added to it, as GPTQ does
 DAMPING = 0.1
+#: a row so many times as large as the median counts as it is, a larger one as the median
+LARGEST_ROW = 16.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,7 @@ class Readers:
     """The weights that read one norm.
 
     Attributes:
-        rows: of each ``[M, K]``, float16, to a mean square of 1.
+        rows: of each ``[M, K]``, float16, as :func:`without_outliers` leaves them.
         powers: of each the mean of ``w H w^T``.
         sparsities: of each ``(n, m)``: n of m inputs stay.
         inverse: ``H^-1 [K, K]``, float32.
@@ -72,12 +74,24 @@ def readers_of(
     observe(block, batches, {norm: partial(add, norm=norm) for norm in names})
     for norm, weights in names.items():
         h = moments[norm] / moments[norm].diagonal().mean() if batches else one
-        rows = [block.weight(name).float() for name in weights]
-        rows = [row / row.square().mean().sqrt().clamp(min=1e-20) for row in rows]
+        rows = [without_outliers(block.weight(name).float()) for name in weights]
         powers = [((row @ h.float()) * row).sum(1).mean().clamp(min=1e-20) for row in rows]
         sparsities = [block.schemes[name].sparsity or (1, 1) for name in weights]
         inverse, _ = torch.linalg.inv_ex(h + DAMPING * one)
         yield Readers([row.half() for row in rows], powers, sparsities, inverse.float())
+
+
+def without_outliers(weight: Tensor) -> Tensor:
+    """``weight [M, K]`` to a mean square of 1, its largest rows made as large as the median.
+
+    What reads a large channel of keys or values may divide by its size: such a row matters no more
+    than others, and would outweigh them.
+    """
+    size = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
+    median = size.median()
+    outlier = (size > LARGEST_ROW * median) & (median > 0)
+    rows = weight * torch.where(outlier, median / size, 1.0)
+    return rows / rows.square().mean().sqrt().clamp(min=1e-20)
 
 
 @torch.no_grad()

@@ -35,6 +35,7 @@ from qtool.calibration.transforms.learned_rotation import (
     STEP_TRIES,
     TOKENS,
     Dense,
+    GroupedRows,
     learn,
     step_flops,
     unit_inputs,
@@ -102,10 +103,9 @@ class Rotate(Transform):
         return -(-self.learn_steps // 2)
 
     def learn(self, blocks: Iterable[Block], batches: Sequence[Batch]) -> dict[str, Tensor]:
-        rows: list[Tensor] = []
-        inputs: list[Tensor] = []
+        rows: list[GroupedRows] = []
+        inputs: list[GroupedRows] = []
         pruned: list[Readers] = []
-        groups, ranges = 1, True
         for block in blocks:
             readers = {
                 name: group.source
@@ -120,32 +120,27 @@ class Rotate(Transform):
             if sparse and block.index % every == 0:
                 pruned += readers_of(block, batches, sparse)
             dense = [name for name in readers if name not in sparse]
+            of_norms: dict[str, set[int]] = {}
             for name in dense:
-                weight, scheme = block.weight(name), block.schemes[name]
-                groups = max(groups, scheme.groups(weight).shape[1])
-                ranges &= scheme.has_zero_points
-                rows.append(unit_rows(weight[block.index % every :: every]))
-            norms = {readers[name] for name in dense if block.schemes[name].coarse_inputs}
+                scheme, weight = block.schemes[name], block.weight(name)
+                values, hidden = unit_rows(weight[block.index % every :: every]), weight.shape[1]
+                group = scheme.group_size or hidden
+                rows.append(GroupedRows(values, group, scheme.has_zero_points))
+                if scheme.coarse_inputs:
+                    size = scheme.activation.group_size or hidden
+                    of_norms.setdefault(readers[name], set()).add(size)
             for batch in batches:
                 tokens = -(-TOKENS // (every * len(batches)))
-                inputs += unit_inputs(block, batch, norms, tokens, block.family.layer_norm)
+                inputs += unit_inputs(block, batch, of_norms, tokens, block.family.layer_norm)
             propagate(block, batches)
         if pruned:
             found = learn_to_prune(pruned, self.learn_steps, self.keeps_mean)
             return {"rotation": found.cpu()}
         if not rows:
             return {}
-        hidden = rows[0].shape[1]
+        hidden = rows[0].values.shape[1]
         start = self.rotation(hidden)(torch.eye(hidden, dtype=torch.float64))
-        found = learn(
-            rows,
-            start[None],
-            hidden // groups,
-            self.learn_steps,
-            inputs,
-            ranges=ranges,
-            keeps_ones=self.keeps_mean,
-        )
+        found = learn(rows, start[None], self.learn_steps, inputs, self.keeps_mean)
         return {"rotation": found[0].cpu()}
 
     def load(self, learned: Mapping[str, Tensor]) -> None:

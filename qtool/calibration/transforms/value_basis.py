@@ -11,7 +11,6 @@ Legend: Hkv kv heads, D channels a head, T tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
 from typing import ClassVar
 
 import torch
@@ -23,7 +22,7 @@ from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import collect
 from qtool.calibration.transforms import value_heads
-from qtool.calibration.transforms.learned_rotation import STEP_TRIES, learn, unit_rows
+from qtool.calibration.transforms.learned_rotation import STEP_TRIES, GroupedRows, learn, unit_rows
 from qtool.calibration.transforms.rotate import rotate_inputs, rotate_outputs
 from qtool.calibration.transforms.value_heads import OfHeads
 from qtool.schemes.kv import KV4
@@ -57,20 +56,12 @@ class ValueBasis(Transform):
         name, heads = block.attention.o, block.heads
         values, weight = self.values(block, batches), block.weight(name)
         scheme = block.schemes.get(name)
-        group = weight.shape[1] // scheme.groups(weight).shape[1] if scheme else heads.dim
+        size = scheme.group_size or weight.shape[1] if scheme else heads.dim
         start = torch.eye(heads.dim, dtype=torch.float64).expand(heads.kv, -1, -1)
         unit = values / values.square().mean().sqrt().clamp_min(1e-20)
-        found = OfHeads(
-            learn(
-                [unit_rows(weight)],
-                start,
-                gcd(group, heads.dim),
-                self.steps,
-                [unit.half()],
-                ranges=scheme is not None and scheme.has_zero_points,
-                input_ranges=True,
-            )
-        )
+        rows = GroupedRows(unit_rows(weight), size, scheme is not None and scheme.has_zero_points)
+        of_values = GroupedRows(unit.half(), heads.dim, ranges=True)
+        found = OfHeads(learn([rows], start, self.steps, [of_values]))
         rotate_outputs(block, block.attention.v, found)
         rotate_inputs(block, name, found)
         by_head = values.unflatten(1, (heads.kv, -1))

@@ -25,6 +25,7 @@ from qtool.calibration.transforms.learned_rotation import (
     BATCH,
     TOKENS,
     Dense,
+    GroupedRows,
     learn,
     unit_inputs,
     unit_rows,
@@ -51,15 +52,15 @@ def rotation_of(block: Block, batches: Sequence[Batch], steps: int) -> Hadamard 
     fixed, scheme = rotation(heads.dim, seed=None), block.schemes.get(name)
     if not steps or scheme is None:
         return fixed
-    rows, inputs = unit_rows(block.weight(name)), list[Tensor]()
+    values, inputs = unit_rows(block.weight(name)), list[GroupedRows]()
+    k = values.shape[1]
     if scheme.coarse_inputs:
-        few = subset(batches, SEQUENCES)
+        few, size = subset(batches, SEQUENCES), scheme.activation.group_size or k
         for batch in few:
-            inputs += unit_inputs(block, batch, [name], -(-TOKENS // len(few)))
+            inputs += unit_inputs(block, batch, {name: [size]}, -(-TOKENS // len(few)))
     start = fixed(torch.eye(heads.dim, dtype=torch.float64)).expand(heads.kv, -1, -1)
-    group = rows.shape[1] // scheme.groups(rows).shape[1]
-    found = learn([rows], start, group, steps, inputs, ranges=scheme.has_zero_points)
-    return OfHeads(found)
+    rows = GroupedRows(values, scheme.group_size or k, scheme.has_zero_points)
+    return OfHeads(learn([rows], start, steps, inputs))
 
 
 def balance(block: Block) -> None:

@@ -13,9 +13,11 @@ from qtool.calibration.transforms.hadamard import rotation
 from qtool.calibration.transforms.learned_rotation import (
     BATCH,
     POWER,
-    _of_step,
+    GroupedRows,
     gradient,
+    gradient_of_step,
     learn,
+    rows_of_step,
 )
 from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
@@ -31,6 +33,10 @@ LAYERS = [{"match": ".*", "scheme": "w8a8", "group_size": "channel", "layout": "
 
 def rows(count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, H, generator=torch.Generator().manual_seed(seed))
+
+
+def grouped(x: Tensor, ranges: bool = False) -> GroupedRows:
+    return GroupedRows(x, GROUP, ranges)
 
 
 def start() -> Tensor:
@@ -72,10 +78,10 @@ def test_the_gradient_of_several_matrices_is_that_of_each() -> None:
 
 def test_it_is_orthogonal_and_lowers_the_maxima() -> None:
     x = torch.cat([rows(600), torch.zeros(2, H)])  # a row of zeros has no direction
-    q = learn([x], start(), GROUP, 60)
+    q = learn([grouped(x)], start(), 60)
     torch.testing.assert_close(q[0] @ q[0].T, torch.eye(H, dtype=torch.float64))
     assert maxima(x, q) < 0.75 * maxima(x, start())
-    assert torch.equal(q, learn([x], start(), GROUP, 60))
+    assert torch.equal(q, learn([grouped(x)], start(), 60))
 
 
 def test_groups_with_zero_points_lower_their_ranges() -> None:
@@ -86,19 +92,19 @@ def test_groups_with_zero_points_lower_their_ranges() -> None:
         return float((turned.amax(-1) - turned.amin(-1)).square().mean())
 
     x = rows(600)
-    learned = [ranges(learn([x], start(), GROUP, 60, ranges=some)) for some in (True, False)]
+    learned = [ranges(learn([grouped(x, some)], start(), 60)) for some in (True, False)]
     assert learned[0] < 0.97 * learned[1] < 0.9 * ranges(start())
 
 
 def test_channels_of_the_residual_stream_stay_spread() -> None:
     axes = torch.eye(H) * H**0.5
     assert maxima(axes, start()) == pytest.approx(1)
-    assert maxima(axes, learn([rows(600)], start(), GROUP, 60)) < 3 < maxima(rows(600), start())
+    assert maxima(axes, learn([grouped(rows(600))], start(), 60)) < 3 < maxima(rows(600), start())
 
 
 def test_inputs_stand_in_for_the_axes() -> None:
     inputs = rows(600, 1) * torch.linspace(0, 2, H)
-    q = learn([rows(600)], start(), GROUP, 60, [inputs])
+    q = learn([grouped(rows(600))], start(), 60, [grouped(inputs)])
     assert maxima(inputs, q) < 0.75 * maxima(inputs, start())
     assert maxima(rows(600), q) < 0.85 * maxima(rows(600), start())
     assert maxima(torch.eye(H) * H**0.5, q) > 3
@@ -106,13 +112,26 @@ def test_inputs_stand_in_for_the_axes() -> None:
 
 def test_every_row_has_its_turn() -> None:
     """Also where there are more of them than a step looks at, and many parts."""
-    parts = [
-        torch.arange(1000 * n, 1000 * n + count)[:, None] for n, count in enumerate((7, 90, 1))
-    ]
-    turns = [_of_step(parts, 1, step)[:, 0].tolist() for step in range(7)]
-    assert sorted(row for turn in turns for row in turn) == torch.cat(parts)[:, 0].tolist()
+    parts = [range(1000 * n, 1000 * n + count) for n, count in enumerate((7, 90, 1))]
+
+    def of_step(step: int) -> list[int]:
+        shares = rows_of_step([len(part) for part in parts], 1, step)
+        return [row for part, own in zip(parts, shares, strict=True) for row in part[own]]
+
+    turns = [of_step(step) for step in range(7)]
+    assert sorted(row for turn in turns for row in turn) == [row for part in parts for row in part]
     assert max(map(len, turns)) <= BATCH + len(parts)
-    assert turns[0] == _of_step(parts, 1, 7)[:, 0].tolist()
+    assert turns[0] == of_step(7)
+
+
+def test_every_weight_has_its_own_groups() -> None:
+    """Each counts by its rows; those in the same groups as if they were one weight."""
+    parts = [rows(count, count).double() for count in (20, 30, 10)]
+    own = [grouped(parts[0]), GroupedRows(parts[1], H, True), grouped(parts[2])]
+    found = gradient_of_step(own, start(), 0)
+    of_groups = gradient(torch.cat([parts[0], parts[2]]), start(), GROUP)
+    wanted = (30 * of_groups + 30 * gradient(parts[1], start(), H, True)) / 60
+    torch.testing.assert_close(found, wanted)
 
 
 def test_rows_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,22 +163,25 @@ def test_it_is_learned_of_what_the_float_model_makes_of_the_text(
     given = {"scheme": "test", "layers": layers, "transforms": ["norm-fusion", turn]}
     recipe, found = recipes.parse(given | {"rounding": "gptq"}, "test"), []
 
-    def spy(*arguments: Any, **options: Any) -> Tensor:
-        found.append((*arguments, options["ranges"]))
-        return learn(*arguments, **options)
+    def spy(*arguments: Any) -> Tensor:
+        found.append(arguments)
+        return learn(*arguments)
 
     monkeypatch.setattr(rotate, "learn", spy)
     monkeypatch.setattr(rotate, "TOKENS", 12)
     batches = ids.split(2 // count)
     quantize(Checkpoint(source), recipe, tmp_path / "out", calibration=Calibration(batches))
-    [(_, _, _, steps, inputs, ranges)] = found
-    assert ranges == (scheme == "w4a8-qoq-g128")
+    [(weights, _, steps, inputs, _)] = found
+    hidden = Checkpoint(source).config["hidden_size"]
+    groups = {hidden if size == "channel" else size}
+    assert {part.group for part in (*weights, *inputs)} == groups
+    assert {part.ranges for part in weights} == {scheme == "w4a8-qoq-g128"}
     wanted = norm_outputs(source, ids)
     assert steps == 1 and len(inputs) == coarse * len(wanted) * count
     # block by block, in each batch by batch, the block's two norms
     expected = wanted[:, ::4].unflatten(0, (-1, 2)).unflatten(2, (count, -1)).transpose(1, 2)
     for found_there, there in zip(inputs, expected.flatten(0, 2), strict=False):
-        torch.testing.assert_close(found_there, there.half(), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(found_there.values, there.half(), rtol=2e-3, atol=2e-3)
 
 
 def norm_outputs(source: Path, ids: Tensor) -> Tensor:
@@ -205,9 +227,9 @@ def test_large_models_learn_from_some_rows(
     """Every n-th of each weight, so that all together have about as many bytes as they may."""
     source, found = make_model("llama"), list[Any]()
 
-    def spy(*arguments: Any, **options: Any) -> Tensor:
-        found.append(arguments[0])
-        return learn(*arguments, **options)
+    def spy(weights: list[GroupedRows], *others: Any) -> Tensor:
+        found.append([part.values for part in weights])
+        return learn(weights, *others)
 
     monkeypatch.setattr(rotate, "learn", spy)
     quantized(source, tmp_path / "all", 1)
@@ -227,7 +249,7 @@ def test_value_heads_alone_learn_block_by_block() -> None:
 def test_layer_norms_keep_their_ones() -> None:
     ones, x = torch.ones(H, dtype=torch.float64), rows(600)
     fixed = rotation(H, keeps_ones=True)(torch.eye(H, dtype=torch.float64))[None]
-    q = learn([x], fixed, GROUP, 60, keeps_ones=True)
+    q = learn([grouped(x)], fixed, 60, keeps_ones=True)
     torch.testing.assert_close(ones @ q[0], ones, rtol=0, atol=1e-5)
     torch.testing.assert_close(q[0] @ q[0].T, torch.eye(H, dtype=torch.float64))
     assert maxima(x, q) < 0.8 * maxima(x, fixed)

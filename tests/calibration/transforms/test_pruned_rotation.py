@@ -15,6 +15,7 @@ from qtool.calibration.transforms.pruned_rotation import (
     learn_to_prune,
     left_out,
     readers_of,
+    without_outliers,
 )
 from qtool.calibration.transforms.reorder import TOKENS, Reorder
 from qtool.io.source import Checkpoint
@@ -61,6 +62,19 @@ def test_the_gradient_is_that_of_what_is_left_out() -> None:
     torch.testing.assert_close(
         gradient(of_norms, q.detach().float(), 0).double(), q.grad, rtol=1e-3, atol=1e-4
     )
+
+
+def test_a_large_row_counts_as_the_median() -> None:
+    """One ten times as large counts as it is; a weight that is mostly zeros stays as it is."""
+    weight = torch.randn(9, K, generator=torch.Generator().manual_seed(0))
+    weight /= weight.norm(dim=1, keepdim=True)
+    loud = weight.clone()
+    loud[3] *= 100
+    torch.testing.assert_close(without_outliers(loud), weight * K**0.5)
+    loud[3] /= 10
+    torch.testing.assert_close(without_outliers(loud), loud / loud.square().mean().sqrt())
+    loud[:5] = 0
+    torch.testing.assert_close(without_outliers(loud), loud / loud.square().mean().sqrt())
 
 
 def test_few_rows_may_have_no_turn() -> None:

@@ -39,19 +39,21 @@ def test_it_is_learned_from_values_as_the_cache_gets_them(llama, blocks, monkeyp
     bias = None if bias is None else bias.clone()
     v.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, 1)))
 
-    def spy(*arguments, **options):
+    def spy(*arguments):
         given.append(arguments)
-        assert options["input_ranges"]  # a cache of 4 bits has zero points
-        return learn(*arguments, **options)
+        return learn(*arguments)
 
     monkeypatch.setattr(value_basis, "learn", spy)
     ValueBasis(steps=1).apply(block, batches)
-    [([rows], start, size, steps, [values])] = given
-    assert steps == 1 and block.heads.dim % size == 0 and len(start) == block.heads.kv
-    assert rows.shape == block.weight("self_attn.o_proj").shape
+    [([rows], start, steps, [values])] = given
+    assert steps == 1 and len(start) == block.heads.kv
+    assert values.group == block.heads.dim and values.ranges  # as a cache of 4 bits has them
+    scheme, weight_of_o = block.schemes["self_attn.o_proj"], block.weight("self_attn.o_proj")
+    assert rows.values.shape == weight_of_o.shape
+    assert rows.group == scheme.groups(weight_of_o).shape[2]
     every = torch.nn.functional.linear(torch.cat(seen), weight, bias)
     whole = every / every.square().mean().sqrt()
-    found = torch.cdist(values.float(), whole).amin(1)
+    found = torch.cdist(values.values.float(), whole).amin(1)
     assert (found < 1e-2 * whole.norm(dim=1).mean()).all()
 
 

@@ -62,17 +62,18 @@ def test_inputs_of_no_more_bits_are_among_the_rows(
     block, batches = blocks(llama, get(scheme, size))[0]
     found = []
 
-    def spy(*arguments, **options):
-        found.append((*arguments, options["ranges"]))
-        return learn(*arguments, **options)
+    def spy(*arguments):
+        found.append(arguments)
+        return learn(*arguments)
 
     monkeypatch.setattr(value_heads, "learn", spy)
     value_heads.rotation_of(block, batches, 1)
-    [([rows], _, group, _, inputs, ranges)] = found
-    assert ranges == (scheme == "w4a8-lqq")
+    [([rows], _, _, inputs)] = found
+    assert rows.ranges == (scheme == "w4a8-lqq") and not any(part.ranges for part in inputs)
     weight = block.weight("self_attn.o_proj")
-    assert group == (GROUP if size == GROUP else weight.shape[1])
-    assert torch.equal(rows, unit_rows(weight))
+    group = GROUP if size == GROUP else weight.shape[1]
+    assert {part.group for part in (rows, *inputs)} == {group}
+    assert torch.equal(rows.values, unit_rows(weight))
     seen = []
     block.get("self_attn.o_proj").register_forward_pre_hook(
         lambda _, given: seen.append(given[0].flatten(0, 1))
@@ -81,16 +82,16 @@ def test_inputs_of_no_more_bits_are_among_the_rows(
         run(block, batch)
     assert bool(inputs) == coarse
     if coarse:
-        assert torch.equal(torch.cat(inputs), unit_rows(torch.cat(seen)))
+        assert torch.equal(torch.cat([part.values for part in inputs]), unit_rows(torch.cat(seen)))
 
 
 def test_as_many_inputs_are_taken_of_any_number_of_batches(llama, blocks, monkeypatch):
     block, batches = blocks(llama, get("w4a4", GROUP))[0]
     counts, whole = [], batches[0].shape[0]
 
-    def spy(*arguments, **options):
-        counts.append(sum(map(len, arguments[-1])))
-        return learn(*arguments, **options)
+    def spy(*arguments):
+        counts.append(sum(len(part.values) for part in arguments[-1]))
+        return learn(*arguments)
 
     monkeypatch.setattr(value_heads, "learn", spy)
     monkeypatch.setattr(value_heads, "TOKENS", 8)

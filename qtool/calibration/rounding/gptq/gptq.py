@@ -58,8 +58,9 @@ class GptqOptions:
         damping: share of the mean of ``diag H`` added to it; raised x10 until Cholesky succeeds.
             The paper's 0.01 follows the calibration text more closely than other texts like it.
         act_order: visit columns in the order of falling ``H_kk``.
-        clip_steps: candidates of the clipping search by group, down to ``clip_least``; 1: no
-            search.
+        clip_steps: candidates of the clipping search by group, from 1 down to ``clip_least``; as
+            close to each other are those above 1 of a scheme that has such
+            (``Scheme.largest_clip``); 1: no search.
         negative_scales: try them with scales below 0 too, where the scheme takes those.
         residual: share of the input's error that the target makes up for; 0: the target is W. All
             of it (1) is best with 16-bit activations and much calibration text.
@@ -82,9 +83,10 @@ class GptqOptions:
     largest_token: float = 16.0
 
     def clip_ratios(self, scheme: Scheme) -> list[float]:
-        """The candidates of the clipping search, from 1 down; below 0 for a scale below 0."""
-        last = max(1, self.clip_steps - 1)
-        ratios = [1 - (1 - self.clip_least) * i / last for i in range(self.clip_steps)]
+        """The candidates of the clipping search, falling; below 0 for a scale below 0."""
+        step = (1 - self.clip_least) / max(1, self.clip_steps - 1)
+        above = round((scheme.largest_clip - 1) / step) if self.clip_steps > 1 and step else 0
+        ratios = [1 - step * i for i in range(-above, self.clip_steps)]
         both = self.negative_scales and scheme.negative_scales
         return [*ratios, *(-ratio for ratio in ratios)] if both else ratios
 
