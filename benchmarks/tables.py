@@ -101,18 +101,19 @@ def formats() -> str:
     )
 
 
-def accuracy() -> str:
-    """Every scheme and recipe on the demo."""
-    found = results("accuracy")
-    rows = [["full precision", "", f"{found['full']['perplexity']:.3f}", "", "", "16", "", ""]]
+def accuracy(name: str = "accuracy", timed: bool = True) -> str:
+    """Every scheme and recipe on one model; ``timed``: with CPU seconds."""
+    found = results(name)
+    rows = [["full precision", "", f"{found['full']['perplexity']:.3f}", "", "", "16", ""]]
+    rows[0] += [""] * timed
     for row in found["rows"]:
         rise = f"{row['rise']:+.2%} ± {100 * row['rise_error']:.2f}"
-        size = [f"{row['bits']:.3f}", f"{row['megabytes']:.2f}", f"{row['seconds']:.0f}"]
-        name = [f"`{row['scheme']}`", row["recipe"], f"{row['perplexity']:.3f}", rise]
-        rows.append([*name, f"{row['kl']:.4f}", *size])
+        size = [f"{row['bits']:.3f}", f"{row['megabytes']:.2f}"]
+        size += [f"{row['seconds']:.0f}"] * timed
+        cells = [f"`{row['scheme']}`", row["recipe"], f"{row['perplexity']:.3f}", rise]
+        rows.append([*cells, f"{row['kl']:.4f}", *size])
     head = ["scheme", "recipe", "perplexity", "rise", "KL, nats", "bits a weight", "MB"]
-    head.append("CPU seconds")
-    return markdown(head, rows) + made_by(found)
+    return markdown(head + ["CPU seconds"] * timed, rows) + made_by(found)
 
 
 def rotation() -> str:
@@ -305,10 +306,10 @@ def families() -> str:
     return counted + markdown(head, rows) + made_by(found)
 
 
-def trained() -> str:
+def trained(*shapes: str) -> str:
     """The models that benchmarks/accuracy/train.py made."""
     rows, commands = [], []
-    for shape in ("dense", "mixture"):
+    for shape in shapes:
         found = results(f"training-{shape}")
         millions = [f"{found[name] / 1e6:.1f}" for name in ("parameters", "train_tokens", "tokens")]
         spent = [f"{found['held_out_loss']:.3f}", f"{found['seconds']:.0f}"]
@@ -338,6 +339,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "departures": departures,
     "formats": formats,
     "accuracy": accuracy,
+    "accuracy-small": lambda: accuracy("accuracy-small", timed=False),
     "rotation": rotation,
     "online-hadamard": online_hadamard,
     "kernels": kernels,
@@ -350,7 +352,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "runtime": runtime,
     "quantize": quantize,
     "families": families,
-    "trained": trained,
+    "trained": lambda: trained("dense", "mixture"),
+    "trained-small": lambda: trained("small"),
     "sensitivity": sensitivity,
     **{
         name: printed(name)

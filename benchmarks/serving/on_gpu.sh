@@ -52,11 +52,12 @@ from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 print("OK", torch.cuda.get_device_name(), "vllm", vllm.__version__, "FlashAttention", get_flash_attn_version())
 '
 
-quantize() { # quantize NAME SCHEME: the demo or $DATA/NAME, rounded to nearest, in $DATA/NAME-SCHEME
-    local model=$DATA/$1 options=(--scheme "$2")
+quantize() { # quantize NAME SCHEME: the demo or $DATA/NAME by $RECIPE, in $DATA/NAME-SCHEME
+    local model=$DATA/$1 options=(--scheme "$2" --recipe "$RECIPE")
     [ "$1" = demo ] && model=demo
-    [[ $2 = kv* ]] && options=(--scheme w4a8-lqq --kv "$2" --calib demo)
-    [ -e "$DATA/$1-$2" ] || python3 -m qtool quantize "$model" "${options[@]}" --recipe fast --out "$DATA/$1-$2"
+    [[ $2 = kv* ]] && options=(--scheme w4a8-lqq --recipe "$RECIPE" --kv "$2")
+    [[ $2 = kv* || $RECIPE != fast ]] && options+=(--calib demo --samples 32 --seqlen 256 --device cuda)
+    [ -e "$DATA/$1-$2" ] || python3 -m qtool quantize "$model" "${options[@]}" --out "$DATA/$1-$2"
 }
 check() { # check NAME SCHEME [OPTION ...]
     quantize "$1" "$2" &&
@@ -64,6 +65,7 @@ check() { # check NAME SCHEME [OPTION ...]
 }
 export -f quantize check
 export DATA
+export RECIPE=${RECIPE:-fast} # best rotates the inputs of down at run time
 
 memorize() {
     [ -e "$DATA/sure" ] || step memorize 240 python3 benchmarks/serving/memorize.py qtool/demo "$DATA/sure"
@@ -166,7 +168,8 @@ check) # every scheme at once, on the demo and on a model that is sure of every 
 small) # random models: experts (needs moe.tar.xz), sliding windows and soft caps over quantized caches
     for kind in mixtral mistral gemma2; do step "$kind" 60 python3 -c "$small_code" $kind "$DATA/$kind" & done
     wait
-    for case in mixtral:w4a8-lqq mixtral:w4a8-qoq mixtral:w8a8 mixtral:w4a16 mistral:kv4 mistral:kv8 gemma2:kv4 gemma2:kv8; do
+    cases=${2:-mixtral:w4a8-lqq mixtral:w4a8-qoq mixtral:w8a8 mixtral:w4a16 mistral:kv4 mistral:kv8 gemma2:kv4 gemma2:kv8}
+    for case in $cases; do
         step "$case" 300 bash -c "quantize ${case/:/ } &&
             python3 benchmarks/serving/check_vllm.py $DATA/${case/:/-} $CHECK" &
     done
