@@ -120,7 +120,10 @@ def recipes_of(choices: Sequence[str]) -> dict[str, Recipe | None]:
             recipe = recipe.with_group_size(group_size(f"--choices {choice}: group size", size))
         found[choice] = recipe
     if len(found) < 2 or not any(found.values()):
-        raise QtoolError(f"--choices {', '.join(choices)}: two or more are expected")
+        raise QtoolError(
+            f"--choices {','.join(choices)!r}: two or more are expected, with commas between, and a"
+            " scheme among them, as w4a16,w8a8"
+        )
     return found
 
 

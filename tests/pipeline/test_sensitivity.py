@@ -249,11 +249,13 @@ def test_a_directory_that_takes_no_file_is_refused_before_anything_is_measured(
 @pytest.mark.parametrize(
     ("choices", "budget", "message"),
     [
-        (["w4a16:32"], 6.0, "--choices w4a16:32: two or more"),
+        (["w4a16:32"], 6.0, "--choices 'w4a16:32': two or more"),
         (["w4a16:32", "w9"], 6.0, "unknown scheme 'w9'"),
         (["w4a16:x", "w8a8"], 6.0, "--choices w4a16:x: group size 'x': a number"),
         (["w4a16:²", "w8a8"], 6.0, "--choices w4a16:²: group size '²': a number"),
-        (["none"], 6.0, "--choices none: two or more"),
+        (["none"], 6.0, "--choices 'none': two or more"),
+        (["none", "none"], 6.0, "--choices 'none,none': two or more"),
+        ("", 6.0, "--choices '': two or more are expected, with commas between"),
         (["w8a8", "none:64"], 9.0, "--choices none:64: none has no group size"),
         (["w4a4-mix", "w8a8"], 6.0, "--choices w4a4-mix: one scheme"),
         (["w4a16:32", "w8a8"], 4.0, r"--budget-bits 4.0: at least 5.000 are needed"),
