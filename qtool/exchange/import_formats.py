@@ -28,7 +28,10 @@ def import_format_of(config: Mapping[str, Any]) -> ImportFormat:
         )
     method = quantization.get("quant_method")
     if method == "qtool":
-        raise QtoolError("there is nothing to import: it is a native checkpoint already")
+        raise QtoolError(
+            f"the model is quantized already, by qtool to {quantization.get('scheme')}: to quantize"
+            " it otherwise pass the original model"
+        )
     if method not in IMPORT_FORMATS:
         raise QtoolError(
             f"quant_method {method!r} cannot be imported; known: {', '.join(IMPORT_FORMATS)};"
@@ -45,5 +48,7 @@ def already_quantized(config: Mapping[str, Any]) -> str:
     try:
         known = import_format_of(config)
     except QtoolError as error:
+        if method == "qtool":
+            return str(error)
         return f"{found}: pass the original checkpoint ({error})"
     return f"{found}: pass the original checkpoint, or repack this {known.name} with `qtool import`"

@@ -26,7 +26,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
         (GPTQ, r"quantized already .*'gptq'.*, or repack this GPTQ \(gptq\) with `qtool import`"),
         (GPTQ | {"bits": 8}, "pass the original checkpoint .GPTQ with bits=8 cannot be imported"),
         ({"quant_method": "hqq"}, "pass the original checkpoint .*'hqq' cannot be imported"),
-        ({"quant_method": "qtool"}, "it is a native checkpoint already"),
+        ({"quant_method": "qtool", "scheme": "w8a8"}, "already, by qtool to w8a8: to quantize it"),
         ({"quant_method": "modelopt"}, "'modelopt' cannot be imported; .* dequantize this one"),
         (
             {
