@@ -585,14 +585,15 @@ def write_report(
         tasks: evaluated first and kept, as :func:`evaluate` with ``save`` would.
         out: by default ``report.html`` in a local checkpoint, ``MODEL-report.html`` here for a
             hub id; a file that is there is replaced.
-        data_dir: local copies of corpora and tasks.
+        data_dir: local copies of corpora and tasks, for ``tasks``.
         device: where the model and the baseline run.
 
     Returns:
         The file.
 
     Raises:
-        QtoolError: not a native checkpoint, or a baseline of other sizes.
+        QtoolError: not a native checkpoint, a baseline of other sizes, or ``data_dir`` without
+            ``tasks``.
 
     Example::
 
@@ -618,6 +619,9 @@ def load(
     model: Name,
     *,
     device: str | torch.device = "cpu",
+    names = require_names("tasks", tasks)
+    if data_dir is not None and not names:
+        raise QtoolError(f"--data-dir {data_dir}: it is for --tasks, and none is named")
     device_map: str | dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     kv: str | None = None,

@@ -301,6 +301,8 @@ def test_a_mistake_is_named_once(
     once = "qtool: the model is quantized already, by qtool to w8a8: to quantize it otherwise pass"
     assert again == (2, f"{once} the original model")
     assert run("quantize", out, "--scheme", "w4a16", "--out", tmp_path / "again") == again
+    data = run("report", out, "--data-dir", tmp_path)
+    assert data == (2, f"qtool: --data-dir {tmp_path}: it is for --tasks, and none is named")
     (out / "config.json").rename(tmp_path / "config.json")
     (out / "config.json").write_text("{")
     damaged = run("eval", "demo", "--model", out)
