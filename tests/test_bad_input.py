@@ -3,6 +3,7 @@ half-written.
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -220,6 +221,25 @@ def test_wrong_shape_dtype_and_tensors(refused, make_model: MakeModel) -> None: 
     rewrite(model, DOWN, torch.zeros(128, 384))
     rewrite(model, "model.layers.0.mlp.extra.weight", torch.zeros(2))
     refused("model.layers.0.mlp.extra.weight: not a tensor of a Llama model of 2 blocks; ", model)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float33", "Tensor", 16])
+def test_dtypes_that_no_model_has(  # type: ignore[no-untyped-def]
+    key: str, dtype: object, refused, make_model: MakeModel
+) -> None:
+    model = make_model()
+    config = json.loads((model / "config.json").read_text())
+    del config["dtype"]
+    (model / "config.json").write_text(json.dumps(config | {key: dtype}))
+    said = f"config.json: its dtype is {str(dtype)!r}, in which no model can be loaded"
+    refused(said, model)
+    for call in (lambda: qtool.plan(model, "w8a8"), lambda: qtool.evaluate("demo", model)):
+        with pytest.raises(QtoolError, match=re.escape(said)):
+            call()
+    for right in ("bfloat16", "half", "float64", None):
+        (model / "config.json").write_text(json.dumps(config | {key: right}))
+        qtool.plan(model, "w8a8")
 
 
 def test_missing_tensor(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]

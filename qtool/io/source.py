@@ -10,12 +10,14 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError, in_one_line, require_path
 from qtool.io.dequantize import FloatFormat, dequantized, published
 from qtool.io.integrity import RECORD
 from qtool.io.safetensors import Entry, read, read_header
+from qtool.models.architecture import DTYPES, named_dtype
 
 if TYPE_CHECKING:
     from qtool.io.adapter import Adapter
@@ -267,7 +269,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     Its ``quantization_config`` may lie in a file beside it, as AutoGPTQ wrote it.
 
     Raises:
-        QtoolError: missing, not JSON, without ``model_type``, or naming another file of weights.
+        QtoolError: missing, not JSON, without ``model_type``, or naming another file of weights or
+            a dtype that no model runs in.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -282,6 +285,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise QtoolError(f"{path}: no model_type in it")
+    dtype = named_dtype(config)
+    if dtype != "None" and getattr(torch, dtype, None) not in (*DTYPES.values(), torch.float64):
+        raise QtoolError(
+            f"{path}: its dtype is {dtype!r}, in which no model can be loaded: write that of the "
+            f"weights there, one of {', '.join(DTYPES)}"
+        )
     config.pop("auto_map", None)  # names code beside the model, which is neither run nor copied
     named = config.pop("transformers_weights", None)  # or a native checkpoint's notice
     endings = (".safetensors", ".safetensors.index.json")
