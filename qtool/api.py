@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from qtool.eval.engine import Engine
     from qtool.eval.results import Results
     from qtool.exchange.export import Exported
+    from qtool.io.source import Checkpoint
     from qtool.models import Family
     from qtool.pipeline.inspect import Row
     from qtool.pipeline.options import QuantizeKeywords
@@ -202,10 +203,12 @@ def plan(
     gpus: int = 1,
     **options: Unpack[QuantizeKeywords],
 ) -> Plan:
-    """The plan of quantizing ``model``, from its config alone: bits, bytes, memory and time.
+    """The plan of quantizing ``model``: bits, bytes, memory and time; no weight is read.
 
     Args:
-        model: as :func:`quantize` takes it, or the path of a config.json; no weight is read.
+        model: as :func:`quantize` takes it, or the path of a config.json. The headers of a
+            directory's safetensors files, if there are any, are checked as :func:`quantize` does;
+            of all else the config alone is read.
         scheme: as :func:`quantize` takes it.
         recipe: likewise.
         calibration: likewise; its windows are counted, and nothing of it is read.
@@ -228,6 +231,7 @@ def plan(
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.planning.plan import plan as planned
     from qtool.pipeline.planning.repack import plan_repack
+    from qtool.pipeline.quantize import job_of
 
     settings = QuantizeOptions.of({**options, "kv": kv})
     if device_memory is not None:
@@ -237,8 +241,11 @@ def plan(
     config = _config_of(model)
     if isinstance(model, str | os.PathLike) and settings.repacks(config, chosen, calibration):
         return plan_repack(_config_directory(model), chosen, settings.layout)
-    cast = None if settings.dtype is None else DTYPES[settings.dtype]
-    job = Job.of(config, chosen, dtype=cast)
+    if source := _local_source(model):
+        job = job_of(source, chosen, dtype=settings.dtype, keep_unknown=settings.keep_unknown)
+    else:
+        cast = None if settings.dtype is None else DTYPES[settings.dtype]
+        job = Job.of(config, chosen, dtype=cast)
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
     return planned(job, samples, settings.seqlen, **memory, device=device, gpus=gpus)
 
@@ -320,6 +327,16 @@ def _config_of(model: Model) -> dict[str, Any]:
         require_model(model)
         return model.config.to_dict() | {"dtype": dtype_name(model.dtype)}
     return read_config(_config_directory(model))
+
+
+def _local_source(model: Model) -> Checkpoint | None:
+    """The checkpoint of a local directory or ``demo``, if safetensors files are there."""
+    from qtool.io.source import DEMO, Checkpoint
+
+    if not isinstance(model, str | os.PathLike):
+        return None
+    directory = DEMO if model == "demo" else expand_home(model)
+    return Checkpoint(directory) if any(directory.glob("*.safetensors")) else None
 
 
 def _config_directory(model: Name) -> Path:
@@ -602,13 +619,16 @@ def write_report(
     from qtool.pipeline.run import default_out
     from qtool.report.build import report
 
+    names = require_names("tasks", tasks)
+    if data_dir is not None and not names:
+        raise QtoolError(f"--data-dir {data_dir}: it is for --tasks, and none is named")
     directory = _native(model)
     if out is None and not expand_home(model).is_dir():
         out = default_out(model, "report.html")
     return report(
         directory,
         str(compare) if compare is not None else None,
-        require_names("tasks", tasks),
+        names,
         out=require_new_path("out", out) if out is not None else None,
         data_dir=require_path("data_dir", data_dir) if data_dir is not None else None,
         device=str(device),
@@ -619,9 +639,6 @@ def load(
     model: Name,
     *,
     device: str | torch.device = "cpu",
-    names = require_names("tasks", tasks)
-    if data_dir is not None and not names:
-        raise QtoolError(f"--data-dir {data_dir}: it is for --tasks, and none is named")
     device_map: str | dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     kv: str | None = None,

@@ -170,7 +170,8 @@ def quantize(
 def plan(model: str, as_json: bool, **options: Any) -> None:
     """Print what quantizing MODEL takes: bits, memory, time.
 
-    MODEL is a directory, a hub id or a config.json; no weight is read.
+    MODEL is a directory, a hub id or a config.json; no weight is read. Headers of safetensors files
+    in a directory are checked as `qtool quantize` does.
     """
     from qtool import api
     from qtool.pipeline.planning.plan_text import as_dict, as_text

@@ -179,6 +179,9 @@ CAST = click.option(
     type=click.Choice(["bfloat16", "float16", "float32"]),
     help="Cast what is not packed; by default it stays as it is.",
 )
+KEEP_UNKNOWN = click.option(
+    "--keep-unknown", is_flag=True, help="Copy tensors that the family lacks."
+)
 DEVICE = click.option(
     "--device", type=Device(), default="cpu", show_default=True, help="cpu, cuda, cuda:1, ..."
 )
@@ -217,6 +220,8 @@ RUN = (
     SAMPLES,
     SEQLEN,
     WINDOWS,
+    CAST,
+    KEEP_UNKNOWN,
 )
 QUANTIZE = _options(
     *RUN,
@@ -229,11 +234,9 @@ QUANTIZE = _options(
     ),
     ACTIVATIONS,
     DEVICE,
-    CAST,
     click.option(
         "--adapter", help="A LoRA adapter (a directory or a hub id) to merge into MODEL's weights."
     ),
-    click.option("--keep-unknown", is_flag=True, help="Copy tensors that the family lacks."),
     click.option("--resume", is_flag=True, help="Continue an unfinished run."),
     click.option(
         "--format",
@@ -244,7 +247,6 @@ QUANTIZE = _options(
 )
 PLAN = _options(
     *RUN,
-    CAST,
     click.option(
         "--device-memory",
         type=float,

@@ -78,6 +78,7 @@ def rewrite(directory: Path, name: str, tensor: torch.Tensor) -> None:
     save_file(tensors | {name: tensor}, directory / "model.safetensors", {"format": "pt"})
 
 
+EMBEDDING = "model.embed_tokens.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -221,6 +222,48 @@ def test_wrong_shape_dtype_and_tensors(refused, make_model: MakeModel) -> None: 
     rewrite(model, DOWN, torch.zeros(128, 384))
     rewrite(model, "model.layers.0.mlp.extra.weight", torch.zeros(2))
     refused("model.layers.0.mlp.extra.weight: not a tensor of a Llama model of 2 blocks; ", model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 2}, "q_proj.weight: shape [128, 128] found, [64, 128] expected"),
+        ({"num_key_value_heads": 4}, "k_proj.weight: shape [64, 128] found, [128, 128] expected"),
+        ({"head_dim": 16}, "q_proj.weight: shape [128, 128] found, [64, 128] expected"),
+        ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 1}, "not a tensor of a Llama model of 1 blocks"),
+    ],
+)
+def test_sizes_that_the_weights_contradict(  # type: ignore[no-untyped-def]
+    changes: dict[str, int],
+    said: str,
+    refused,
+    make_model: MakeModel,
+    monkeypatch,
+    capsys,
+) -> None:
+    """A plan of the config alone cannot know them."""
+    model = make_model()
+    edit_config(model, **changes)
+    refused(said, model)
+    code, message = qtool_run(monkeypatch, capsys, "plan", model, "--scheme", "w8a8")
+    assert code == 2 and said in message and len(message.splitlines()) == 1
+    assert qtool.plan(model / "config.json", "w8a8").job.config.items() >= changes.items()
+
+
+def test_a_plan_reads_no_weights(make_model: MakeModel, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Its sizes are those of what the files hold, whatever config.json says of their dtype."""
+    model = make_model("llama-tied")
+    rewrite(model, "lm_head.weight", load_file(model / "model.safetensors")[EMBEDDING] + 1)
+    rewrite(model, "model.norm.weight", torch.ones(128, dtype=torch.float64))
+    with pytest.raises(QtoolError, match=r"model.norm.weight: dtype torch.float64 found"):
+        qtool.plan(model, "w8a8")
+    rewrite(model, "model.norm.weight", torch.ones(128))
+    edit_config(model, dtype="float16")
+    monkeypatch.setattr(Checkpoint, "read", None)
+    found = qtool.plan(model, "w8a8")
+    assert found.job.source_dtype == torch.float32
+    assert found.source_bytes == 2 * qtool.plan(model / "config.json", "w8a8").source_bytes
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

@@ -28,7 +28,7 @@ from qtool.exchange.convert import Conversion, Json, Metadata, Tensors, convert
 from qtool.exchange.import_format import SYMMETRIC, ZERO_POINTS, Grid, ImportFormat, grid_of
 from qtool.exchange.import_formats import import_format_of
 from qtool.format import CheckpointFormat, LinearFormat, Rule
-from qtool.io.check_source import check_source
+from qtool.io.check_source import check_source, require_tied
 from qtool.io.source import Checkpoint
 from qtool.io.source_names import adopt
 from qtool.layouts.row_major import ROW_MAJOR
@@ -221,6 +221,7 @@ def _plain(
     """
     model = Architecture(source.config, family_of(source.config))
     shapes = check_source(source, model, linears)
+    require_tied(source, model)
     for name in source.entries:
         linear, _, part = name.rpartition(".")
         strange = linear in linears and part not in foreign.parts and name not in shapes

@@ -24,7 +24,7 @@ def check_source(
 ) -> dict[str, tuple[int, ...]]:
     """Check that all tensors of the model are there with declared shapes, and no others.
 
-    They must have a float dtype.
+    They must have a float dtype. Only headers are read.
 
     Args:
         packed: linears that are quantized there, whose own tensors the caller checks.
@@ -60,7 +60,6 @@ def check_source(
             way_on = "refusing to lose it" if packed else "pass --keep-unknown to copy it as it is"
             what = f"a {model.family.name} model of {model.blocks} blocks"  # as config.json says
             raise QtoolError(f"{name}: not a tensor of {what}; {way_on}")
-    _require_tied(source, model)
     return expected
 
 
@@ -78,11 +77,14 @@ def _is_computed(name: str, model: Architecture) -> bool:
     return any(re.search(pattern, name) for pattern in (f"{ROTARY}$", *model.family.computed))
 
 
-def _require_tied(source: Checkpoint, model: Architecture) -> None:
+def require_tied(source: Checkpoint, model: Architecture) -> None:
     """Refuse a stored head that differs from the embedding it is tied to; reads both.
 
     Loaders disagree on such a model: transformers 5 takes the stored head, older ones and vLLM the
     embedding.
+
+    Raises:
+        QtoolError: the two differ, or hold NaN or Inf.
     """
     head, embedding = f"{model.family.head}.weight", f"{model.family.embedding}.weight"
     if not model.tied or head not in source:

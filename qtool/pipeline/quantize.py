@@ -17,7 +17,7 @@ from qtool import plugins
 from qtool.calibration.timing import PhaseTimer, phase, recording
 from qtool.distributed import ranks
 from qtool.errors import Interrupted, QtoolError
-from qtool.io.check_source import check_source, is_second_head
+from qtool.io.check_source import check_source, is_second_head, require_tied
 from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
 from qtool.io.source import Checkpoint
@@ -100,6 +100,7 @@ def quantize(
             f"recipe {recipe.scheme}/{recipe.variant} needs calibration data: pass --calib"
         )
     _require_model(source, job)
+    require_tied(source, job)
     calibration = calibration or Calibration()
     specs = job.shards()
     where = torch.device(device)
@@ -176,7 +177,7 @@ def job_of(
 ) -> Job:
     """The job of quantizing ``source`` by ``recipe``, after a check of the source.
 
-    The arguments are those of :func:`quantize`.
+    The arguments are those of :func:`quantize`. Only headers are read.
 
     Raises:
         QtoolError: as :meth:`Job.of` and :func:`check_source` do.

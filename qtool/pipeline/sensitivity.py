@@ -24,6 +24,7 @@ from qtool import recipes
 from qtool.data.mix import CalibrationMix
 from qtool.errors import QtoolError, in_one_line, require_positive, suggest
 from qtool.format import LinearFormat
+from qtool.io.check_source import require_tied
 from qtool.io.safetensors import write_json, write_text
 from qtool.io.source import Checkpoint
 from qtool.models.torch_defaults import torch_defaults
@@ -357,6 +358,7 @@ def write_recipe(
     source = Checkpoint(directory)
     methods = recipes.load(first.scheme, default=recipe)  # a registered one may lack it
     job = job_of(source, replace(methods, layers=first.layers))
+    require_tied(source, job)
     windows = windows_of(
         source,
         replace(job, recipe=replace(job.recipe, windows=GIVEN)),
