@@ -672,6 +672,24 @@ FAULTS = [
             "tests/calibration/rounding/test_gptq.py",
         ),
         (
+            "qtool/calibration/transforms/learned_rotation.py",
+            "alpha=len(rows) / count",
+            "alpha=1 / len(together)",
+            "tests/calibration/transforms/test_learned_rotation.py",
+        ),
+        (
+            "qtool/calibration/transforms/pruned_rotation.py",
+            "torch.where(outlier, median / size, 1.0)",
+            "1.0",
+            "tests/calibration/transforms/test_pruned_rotation.py",
+        ),
+        (
+            "qtool/calibration/rounding/gptq/gptq.py",
+            "range(-above, self.clip_steps)",
+            "range(self.clip_steps)",
+            "tests/schemes/test_qoq.py",
+        ),
+        (
             "qtool/calibration/transforms/pruned_rotation.py",
             "largest=False",
             "largest=True",
@@ -727,8 +745,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/learned_rotation.py",
-            "[axes], AXES,",
-            "[axes], 0.0,",
+            "(axes, group)], AXES",
+            "(axes, group)], 0.0",
             "tests/calibration/transforms/test_learned_rotation.py",
         ),
         (

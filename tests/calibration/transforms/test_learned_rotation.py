@@ -126,11 +126,11 @@ def test_every_row_has_its_turn() -> None:
 
 def test_every_weight_has_its_own_groups() -> None:
     """Each counts by its rows; those in the same groups as if they were one weight."""
-    parts = [rows(count, count).double() for count in (20, 30, 10)]
+    parts = [rows(count, count).double() for count in (20, 40, 10)]
     own = [grouped(parts[0]), GroupedRows(parts[1], H, True), grouped(parts[2])]
     found = gradient_of_step(own, start(), 0)
     of_groups = gradient(torch.cat([parts[0], parts[2]]), start(), GROUP)
-    wanted = (30 * of_groups + 30 * gradient(parts[1], start(), H, True)) / 60
+    wanted = (30 * of_groups + 40 * gradient(parts[1], start(), H, True)) / 70
     torch.testing.assert_close(found, wanted)
 
 
