@@ -656,6 +656,24 @@ def test_what_transformers_cannot_load(make_model: MakeModel) -> None:
         qtool.load(model)
 
 
+def test_loading_names_the_damaged_file(make_model: MakeModel) -> None:
+    """transformers names none, or ends in a traceback."""
+    shard, index = "model-00002-of-00010.safetensors", "model.safetensors.index.json"
+    for name, content, said in (
+        (shard, None, f"{shard} is missing"),
+        (shard, b"12345678", f"{shard}: not a safetensors file, or truncated (8 bytes)"),
+        (index, None, "not the index that says which tensor is where"),
+        (index, b'{"weight_map": []}', f"{index}: no weight_map in it"),
+        (index, b"[]", f"{index}: a JSON object expected"),
+    ):
+        model = make_model(max_shard_size="200KB")
+        (model / name).unlink()
+        if content is not None:
+            (model / name).write_bytes(content)
+        with pytest.raises(QtoolError, match=re.escape(said)):
+            qtool.load(model)
+
+
 def test_verify_misses_a_linear_that_the_index_left_out(
     make_model: MakeModel, tmp_path, monkeypatch, capsys
 ) -> None:  # type: ignore[no-untyped-def]

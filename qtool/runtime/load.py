@@ -32,7 +32,10 @@ from qtool.runtime.packed_kv import IMPORTANCE
 from qtool.schemes.kv import KV_QUANTIZERS
 
 #: what transformers raises for a model that it cannot load
-UNLOADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+UNLOADABLE = (
+    *(OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError),
+    *(AttributeError, TypeError),
+)
 
 #: files of which each tokenizer has one
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -165,6 +168,8 @@ def _from_pretrained(
             _as_from(path, found[0])
     except UNLOADABLE as error:
         require_intact(path)  # a damaged shard explains it better
+        if any(path.glob("*.safetensors")):
+            Checkpoint(path)  # and so does what is wrong with files that have no hashes
         raise QtoolError(_unloadable(path, error)) from error
     if found[1]["missing_keys"]:
         Checkpoint(path)  # what is wrong with its files explains it better
