@@ -829,8 +829,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/value_basis.py",
-            "                [unit.half()],\n",
-            "",
+            ", self.steps, [of_values])",
+            ", self.steps)",
             "tests/calibration/transforms/test_value_basis.py",
         ),
         (

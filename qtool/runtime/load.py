@@ -33,8 +33,14 @@ from qtool.schemes.kv import KV_QUANTIZERS
 
 #: what transformers raises for a model that it cannot load
 UNLOADABLE = (
-    *(OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError),
-    *(AttributeError, TypeError),
+    OSError,
+    ValueError,
+    KeyError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+    AttributeError,
+    TypeError,
 )
 
 #: files of which each tokenizer has one
