@@ -286,6 +286,8 @@ def quark(
         scheme: like ``w4a8``; 4 bits are in groups of 128, 8 bits per channel or per token.
         rotations: SpinQuant's names, like ``"r1 r2"``.
     """
+    # its quantizers are compiled, which fails while qtool's arithmetic is deterministic
+    torch._dynamo.config.disable = True
     from quark.torch import LLMTemplate, ModelQuantizer
     from quark.torch.quantization.config.config import (
         Int4PerGroupSpec,

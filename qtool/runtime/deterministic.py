@@ -205,7 +205,8 @@ def _compute_in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
     result = func(*wide_args, **wide_kwargs)
     written = {
-        id(copies[id(t)]): t.copy_(copies[id(t)])
+        # ``out`` takes the result's shape
+        id(copies[id(t)]): t.resize_(copies[id(t)].shape).copy_(copies[id(t)])
         for t in _mutated_arguments(func, args, kwargs)
         if id(t) in copies
     }

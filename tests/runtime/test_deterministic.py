@@ -133,6 +133,15 @@ def test_operations_in_place_and_views_stay_so() -> None:
     assert torch.equal(x[1], want[1]) and not torch.equal(x[0], want[0])
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_given_result_takes_the_shape_that_it_gets() -> None:
+    x, out = torch.randn(4, 6), torch.zeros(())
+    with deterministic_arithmetic():
+        found = torch.sum(x, 1, out=out)
+    assert found is out
+    torch.testing.assert_close(out, x.sum(1))
+
+
 def test_of_equals_the_first_are_chosen() -> None:
     x = torch.tensor([[1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
     with deterministic_arithmetic():
