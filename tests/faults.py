@@ -672,6 +672,18 @@ FAULTS = [
             "tests/calibration/rounding/test_gptq.py",
         ),
         (
+            "qtool/calibration/transforms/rotate.py",
+            "group = scheme.group_size or hidden",
+            "group = hidden",
+            "tests/calibration/transforms/test_learned_rotation.py",
+        ),
+        (
+            "qtool/calibration/transforms/rotate.py",
+            "size = scheme.activation.group_size or hidden",
+            "size = hidden",
+            "tests/calibration/transforms/test_learned_rotation.py",
+        ),
+        (
             "qtool/calibration/transforms/learned_rotation.py",
             "alpha=len(rows) / count",
             "alpha=1 / len(together)",

@@ -184,6 +184,33 @@ def test_it_is_learned_of_what_the_float_model_makes_of_the_text(
         torch.testing.assert_close(found_there.values, there.half(), rtol=2e-3, atol=2e-3)
 
 
+def test_it_is_learned_for_the_groups_that_each_weight_is_rounded_in(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of v apart; what both read is among the inputs once in each of the sizes."""
+    layers = [
+        {"match": "v_proj", "scheme": "w4a4", "group_size": 32},
+        {"match": ".*", "scheme": "w4a4", "group_size": "channel"},
+    ]
+    turn = {"rotate": {"learn_steps": 1, "heads": False}}
+    given = {"scheme": "test", "layers": layers, "transforms": ["norm-fusion", turn]}
+    source, found = make_model("llama"), list[tuple[Any, ...]]()
+
+    def spy(*arguments: Any) -> Tensor:
+        found.append(arguments)
+        return learn(*arguments)
+
+    monkeypatch.setattr(rotate, "learn", spy)
+    recipe, ids = recipes.parse(given | {"rounding": "gptq"}, "test"), torch.arange(48).view(2, 24)
+    quantize(Checkpoint(source), recipe, tmp_path / "out", calibration=Calibration([ids]))
+    [(weights, _, _, inputs, _)] = found
+    config = Checkpoint(source).config
+    hidden, blocks = config["hidden_size"], config["num_hidden_layers"]
+    assert [part.group for part in weights] == [hidden, hidden, 32, hidden, hidden] * blocks
+    of_blocks = [sorted(part.group for part in inputs[i : i + 3]) for i in range(0, 3 * blocks, 3)]
+    assert len(inputs) == 3 * blocks and of_blocks == [[32, hidden, hidden]] * blocks
+
+
 def norm_outputs(source: Path, ids: Tensor) -> Tensor:
     """What n norms of all blocks make of ``ids [B, S]``, but for their weights: ``[n, B S, H]``."""
     model, seen = load(source, dtype=torch.float32), []

@@ -58,9 +58,9 @@ class GptqOptions:
         damping: share of the mean of ``diag H`` added to it; raised x10 until Cholesky succeeds.
             The paper's 0.01 follows the calibration text more closely than other texts like it.
         act_order: visit columns in the order of falling ``H_kk``.
-        clip_steps: candidates of the clipping search by group, from 1 down to ``clip_least``; as
-            close to each other are those above 1 of a scheme that has such
-            (``Scheme.largest_clip``); 1: no search.
+        clip_steps: candidates of the clipping search by group, from 1 down to ``clip_least``; 1: no
+            search. Where ``Scheme.largest_clip`` is above 1 the search begins there, with the same
+            step.
         negative_scales: try them with scales below 0 too, where the scheme takes those.
         residual: share of the input's error that the target makes up for; 0: the target is W. All
             of it (1) is best with 16-bit activations and much calibration text.
