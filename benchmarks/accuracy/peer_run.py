@@ -12,6 +12,7 @@ are not counted. Everything is calculated in float32, on a GPU without TF32.
 import argparse
 import importlib
 import json
+import os
 import resource
 import shutil
 import time
@@ -286,8 +287,9 @@ def quark(
         scheme: like ``w4a8``; 4 bits are in groups of 128, 8 bits per channel or per token.
         rotations: SpinQuant's names, like ``"r1 r2"``.
     """
-    # its quantizers are compiled, which fails while qtool's arithmetic is deterministic
-    torch._dynamo.config.disable = True
+    # its quantizers are compiled where they are imported, which fails while qtool's arithmetic is
+    # deterministic
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from quark.torch import LLMTemplate, ModelQuantizer
     from quark.torch.quantization.config.config import (
         Int4PerGroupSpec,
