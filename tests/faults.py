@@ -449,6 +449,18 @@ FAULTS = [
             "tests/calibration/rounding/test_scales.py",
         ),
         (
+            "qtool/calibration/transforms/gather_outliers.py",
+            "self._count(block, number) == blocks",
+            "self._count(block, number)",
+            "tests/calibration/transforms/test_reorder.py",
+        ),
+        (
+            "qtool/pipeline/streaming/built_blocks.py",
+            "transform.announce(block)",
+            "pass",
+            "tests/pipeline/test_quantize.py",
+        ),
+        (
             "qtool/calibration/transforms/learned_rotation.py",
             "slice((step + number) % n, None, n)",
             "slice(0, None, n + 1)",

@@ -100,6 +100,12 @@ class Transform(Method):
     def load(self, learned: Mapping[str, Tensor]) -> None:
         """Take what :meth:`learn` found."""
 
+    def announce(self, block: Block) -> None:
+        """Change the schemes of ``block`` that it will change, where transforms before it gain.
+
+        It is called for each block before the first transform rewrites it.
+        """
+
     def prepare(self, family: Family, config: Any) -> None:
         """Learn what the method must know of the model, before any work.
 

@@ -17,7 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.calibration.batch import Batches
+from qtool.calibration.block import Block
 from qtool.calibration.method import LEARNING_SEQUENCES
+from qtool.calibration.transforms.norm_fusion import NormFusion
+from qtool.calibration.transforms.online_hadamard import OnlineHadamard
 from qtool.calibration.transforms.rotate import Rotate
 from qtool.errors import QtoolError
 from qtool.io import output
@@ -290,6 +293,25 @@ def test_a_transform_learns_of_as_many_sequences_whatever_the_batches(
             calibration=Calibration(tokens, {"text": "random"}),
         )
     assert sum(seen) == LEARNING_SEQUENCES == 8
+
+
+def test_the_last_transform_announces_before_the_first_rewrites(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, seen, fuse = make_model("llama", num_hidden_layers=3), [], NormFusion.apply
+
+    def apply(self: NormFusion, block: Block, batches: Batches) -> None:
+        seen.append(("rewrites", block.index))
+        fuse(self, block, batches)
+
+    monkeypatch.setattr(NormFusion, "apply", apply)
+    monkeypatch.setattr(
+        OnlineHadamard, "announce", lambda self, block: seen.append(("announces", block.index))
+    )
+    _calibrated(source, tmp_path / "out")
+    for number in range(3):
+        own = [what for what, index in seen if index == number]
+        assert own[-2:] == ["announces", "rewrites"]
 
 
 def test_a_resumed_run_says_where_it_goes_on(

@@ -26,7 +26,7 @@ from qtool.calibration.transforms.block_precision import (
 from qtool.calibration.transforms.reorder import BEFORE_ORDER, permute, recipe_group
 from qtool.models.family import Family
 from qtool.models.parts import LinearGroup
-from qtool.schemes.fmpq import Fmpq
+from qtool.schemes.fmpq import BLOCK, Fmpq
 from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, BlockPlan, block_cap, by_magnitude, plan_blocks
 
 
@@ -88,6 +88,14 @@ class GatherOutliers(Transform):
     def load(self, learned: Mapping[str, Tensor]) -> None:
         self._learned = {index: counts.cpu() for index, counts in learned.items()}
 
+    def announce(self, block: Block) -> None:
+        """Give 8-bit inputs to linears all of whose blocks get them: smoothing asks the scheme."""
+        for number, group in enumerate(block.family.groups):
+            for name in _mixed(block, group):
+                blocks = block.weight(name).shape[1] // BLOCK
+                if self._count(block, number) == blocks:
+                    _set_blocks(block, name, torch.ones(blocks, dtype=torch.uint8))
+
     def work(self, block: BlockShape) -> Work:
         work = super().work(block)
         if self.learns:
@@ -132,26 +140,34 @@ class GatherOutliers(Transform):
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         firsts = [group.linears[0] for group in block.family.groups]
         inputs = collect(block, batches, firsts, tokens=0)
-        counts = (self._learned or {}).get(str(block.index))
         for number, group in enumerate(block.family.groups):
             mixed = _mixed(block, group)
             if not mixed or (seen := inputs.get(group.linears[0])) is None:
                 continue
             plan, most = self._plan(seen.amax)
             order, eight_bit = plan.permutation, plan.eight_bit
-            if counts is not None and int(counts[number]):
+            if count := self._count(block, number):
                 # with outliers it has this order already
                 order = by_magnitude(seen.amax)
-                eight_bit[: min(int(counts[number]), most)] = 1
+                eight_bit[: min(count, most)] = 1
             permute(block, group, order, inside_heads=False)
             note = {"eight_bit_blocks": int(eight_bit.sum()), "blocks": len(eight_bit)}
             block.notes.setdefault(self.name, {})[mixed[0]] = note
             for name in mixed:
-                scheme = block.schemes[name]
-                assert isinstance(scheme, Fmpq)
-                block.schemes[name] = scheme.with_blocks(eight_bit)
+                _set_blocks(block, name, eight_bit)
+
+    def _count(self, block: Block, number: int) -> int:
+        """How many blocks of the group get 8 bits by what was learned; 0 if nothing was."""
+        counts = (self._learned or {}).get(str(block.index))
+        return 0 if counts is None else int(counts[number])
 
 
 def _mixed(block: Block, group: LinearGroup) -> tuple[str, ...]:
     """The linears of ``group`` whose input channels may have 4 or 8 bits."""
     return tuple(name for name in group.linears if isinstance(block.schemes.get(name), Fmpq))
+
+
+def _set_blocks(block: Block, name: str, eight_bit: Tensor) -> None:
+    scheme = block.schemes[name]
+    assert isinstance(scheme, Fmpq)
+    block.schemes[name] = scheme.with_blocks(eight_bit)

@@ -246,7 +246,7 @@ class BuiltBlocks:
     def _built(
         self, index: int, following: int | None, notes: dict[str, Any]
     ) -> tuple[Block, dict[str, LinearFormat]]:
-        """Block ``index`` as it is stored in the source, and the formats of its linears."""
+        """Block ``index`` with the weights of the source, and the formats of its linears."""
         job = self.job
         with phase("read"):
             weights = self._moved(self.read_ahead.block(index, following))
@@ -265,6 +265,8 @@ class BuiltBlocks:
             notes=notes,
             exact=exact,
         )
+        for transform in job.transforms:
+            transform.announce(block)
         return block, formats
 
     def _advance(self, block: Block) -> None:

@@ -184,6 +184,25 @@ def test_no_eight_bit_block_allowed(wide, blocks):
     assert all(scheme.eight_bit.sum() == 0 for scheme in block.schemes.values())
 
 
+def test_smoothing_sees_8_bits_where_all_blocks_get_them(wide, blocks):
+    """A group of which some blocks keep 4 bits is smoothed for 4."""
+    transform, groups = GatherOutliers(w4a4_share=0.5), family_of("llama").groups
+    whole, part = (next(n for n, g in enumerate(groups) if f".{x}_" in g.linears[0]) for x in "oq")
+    block, batches = blocks(wide, get("w4ax-fmpq"))[0]
+    counts = torch.zeros(len(groups), dtype=torch.int64)
+    counts[whole], counts[part] = 2, 1  # of two blocks each
+    transform.load({"0": counts})
+    transform.announce(block)
+    x = torch.randn(8, 256)
+    for number, bits in ((whole, 127), (part, 7)):
+        name = groups[number].linears[0]
+        codes, _ = block.schemes[name].quantize_activation(x, block.fit(name))
+        assert (codes.abs().unflatten(-1, (2, 128)).amax(-1) == bits).all()
+    transform.apply(block, batches)
+    assert block.schemes[groups[part].linears[0]].eight_bit.tolist() == [1, 0]
+    assert block.schemes[groups[whole].linears[0]].eight_bit.tolist() == [1, 1]
+
+
 def gather(transform, block, batches):
     """``transform`` of a model of this block alone."""
     if transform.learns:
