@@ -739,8 +739,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/learned_rotation.py",
-            "share.add_(below)",
-            "share.sub_(below)",
+            "above.add_(below)",
+            "above.sub_(below)",
             "tests/calibration/transforms/test_learned_rotation.py",
         ),
         (

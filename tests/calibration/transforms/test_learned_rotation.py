@@ -18,6 +18,7 @@ from qtool.calibration.transforms.learned_rotation import (
     gradient_of_step,
     learn,
     rows_of_step,
+    to_gradient,
 )
 from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
@@ -74,6 +75,18 @@ def test_the_gradient_of_several_matrices_is_that_of_each() -> None:
     turned.view(20, -1, GROUP).abs().pow(POWER).mean(-1).pow(2 / POWER).mean().backward()
     assert q.grad is not None
     torch.testing.assert_close(gradient(x, q.detach(), GROUP), q.grad)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("ranges", [False, True])
+@pytest.mark.parametrize("group", [24, 64, 128, 4096, 5000])
+def test_the_fused_gradient_is_torchs(group: int, ranges: bool) -> None:
+    x = torch.randn(7, 5, group, generator=torch.Generator().manual_seed(group))
+    x[1], x[2, 0] = 0, x[2, 0].abs()  # a row of zeros, a group of one sign
+    expected = to_gradient(x.clone(), ranges)
+    found = to_gradient(x.cuda(), ranges)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_it_is_orthogonal_and_lowers_the_maxima() -> None:
