@@ -609,8 +609,8 @@ def write_report(
         The file.
 
     Raises:
-        QtoolError: not a native checkpoint, a baseline of other sizes, or ``data_dir`` without
-            ``tasks``.
+        QtoolError: not a native checkpoint, a baseline of other sizes or that is ``model`` itself,
+            or ``data_dir`` without ``tasks``.
 
     Example::
 

@@ -56,8 +56,8 @@ def report(
         tasks: evaluated (and kept in eval.json) first.
 
     Raises:
-        QtoolError: not a native checkpoint, a baseline of other sizes, or what an evaluation
-            raises.
+        QtoolError: not a native checkpoint, a baseline of other sizes or that is ``directory``
+            itself, or what an evaluation raises.
         CheckFailed: a check failed; the page that says which is written.
     """
     from qtool.report.page import render  # matplotlib takes seconds to import
@@ -65,7 +65,13 @@ def report(
     config = Checkpoint(directory).config
     native_format(config)
     if compare is not None:
-        require_same_sizes(config, read_config(resolve(compare)), compare)
+        baseline = resolve(compare)
+        require_same_sizes(config, read_config(baseline), compare)
+        if baseline.samefile(directory):
+            raise QtoolError(
+                f"--compare {compare} is the model of the report itself: pass the model that was "
+                "quantized"
+            )
     if tasks:
         options: TaskKeywords = {"data_dir": data_dir, "batch_size": 8}
         evaluate_checkpoints(tasks, str(directory), compare, device=device, save=True, **options)

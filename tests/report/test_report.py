@@ -478,6 +478,21 @@ def test_refusals(make_model, quantized):
         report(quantized, None, [], out=quantized, data_dir=None, device="cpu")
 
 
+@pytest.mark.parametrize("spelling", ["same", "dots", "link", "relative"])
+def test_a_model_is_not_compared_with_itself(quantized, tmp_path, monkeypatch, spelling):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(quantized)
+    spelled = {
+        "same": str(quantized),
+        "dots": f"{quantized}/../{quantized.name}/",
+        "link": str(tmp_path / "link"),
+        "relative": f"./{quantized.name}",
+    }[spelling]
+    with pytest.raises(QtoolError, match="is the model of the report itself: pass the model that"):
+        report(quantized, spelled, [], out=None, data_dir=None, device="cpu")
+    assert not (quantized / "report.html").exists()
+
+
 def test_the_run_is_told_or_said_to_be_unknown(quantized):
     words = page_of(quantized).words
     assert "wall time" in words and "peak host memory" in words and "device" in words
