@@ -25,6 +25,7 @@ from qtool.io.safetensors import space_for, write_text
 from qtool.io.source import DEMO, Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from tests.conftest import MakeModel
+from tests.models.tiny import save_tiny
 
 CUDA = [
     pytest.mark.cuda,
@@ -283,6 +284,23 @@ def test_dtypes_that_no_model_has(  # type: ignore[no-untyped-def]
     for right in ("bfloat16", "half", "float64", None):
         (model / "config.json").write_text(json.dumps(config | {key: right}))
         qtool.plan(model, "w8a8")
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("dtype", ["int8", "nonsense"])
+def test_dtypes_that_no_text_model_has(  # type: ignore[no-untyped-def]
+    key: str, dtype: str, refused, tmp_path: Path
+) -> None:
+    model = save_tiny("mistral3", tmp_path / "model")
+    text = json.loads((model / "config.json").read_text())["text_config"]
+    text.pop("dtype", None)
+    edit_config(model, text_config=text | {key: dtype})
+    said = f"config.json: its text_config's dtype is {dtype!r}, in which no model can be loaded"
+    refused(said, model)
+    with pytest.raises(QtoolError, match=re.escape(said)):
+        qtool.plan(model / "config.json", "w8a8")
+    edit_config(model, text_config=text | {key: "bfloat16"})
+    qtool.plan(model, "w8a8")
 
 
 def test_missing_tensor(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]

@@ -93,6 +93,11 @@ def context_length(settings: Any) -> int | None:
     return next((length for length in lengths if length and length > 0), None)  # XLNet has -1
 
 
+def with_text_config(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """config.json, and the part of a multimodal wrapper's that is the text model's."""
+    return [c for c in (config, config.get("text_config")) if isinstance(c, Mapping)]
+
+
 def named_dtype(config: Mapping[str, Any]) -> str:
     """The name of the dtype in config.json, under its new key or its old one; else ``None``."""
     return str(config.get("dtype") or config.get("torch_dtype"))
