@@ -387,18 +387,19 @@ def verify(
 
     Returns:
         One outcome a linear, and one for each damaged file; ``problem`` is empty where all is well.
+        No linear is checked where a shard is missing or cannot be read.
 
     Raises:
         QtoolError: not a native checkpoint, or an engine that is not installed.
-        CheckFailed: a shard that is missing or cannot be read.
 
     Example::
 
         assert not [row for row in qtool.verify("demo-lqq") if row.problem]
     """
     from qtool.eval.engine import require_engine
-    from qtool.io.integrity import require_intact
+    from qtool.io.integrity import damaged_shards, recorded_hashes
     from qtool.io.source import Checkpoint
+    from qtool.pipeline.verify import Verified
     from qtool.pipeline.verify import verify as verified
     from qtool.runtime.read_linear import packed_linears
 
@@ -412,7 +413,9 @@ def verify(
     try:
         total = len(packed_linears(Checkpoint(directory)))
     except QtoolError:
-        require_intact(directory)  # a damaged shard explains it better
+        damaged = damaged_shards(directory) if recorded_hashes(directory) else ()
+        if rows := [Verified(shard, problem) for shard, problem in damaged]:
+            return rows
         raise
     for row in verified(directory, device=device):
         rows.append(row)

@@ -13,7 +13,8 @@ from click.testing import CliRunner, Result
 
 from qtool import api, progress
 from qtool.cli import cli, main
-from qtool.errors import QtoolError, expand_home, require_names
+from qtool.errors import CheckFailed, QtoolError, expand_home, require_names
+from qtool.io.integrity import CHANGED
 from qtool.table import render
 from tests.conftest import MakeModel
 
@@ -142,6 +143,23 @@ def test_a_failed_check_is_in_the_json_and_in_the_exit_code(native: Path) -> Non
     shard.write_bytes(data)
     done = run("verify", native, "--json")
     assert done.exception is not None and json.loads(done.stdout)["failed"] >= 1
+
+
+@pytest.mark.parametrize("content", [None, b"1234"])
+def test_a_shard_that_cannot_be_read_is_in_the_json(native: Path, content: bytes | None) -> None:
+    shard = next(native.glob("model-00002*"))
+    shard.unlink()
+    if content is not None:
+        shard.write_bytes(content)
+    done = run("verify", native, "--json")
+    found = json.loads(done.stdout)
+    problem = CHANGED if content else "the file is missing"
+    assert [(row["name"], row["problem"]) for row in found["checks"]] == [(shard.name, problem)]
+    assert found["failed"] == 1 and isinstance(done.exception, CheckFailed)
+    (native / "qtool.json").unlink()
+    unknown = run("verify", native, "--json")
+    assert unknown.stdout == "" and shard.name in str(unknown.exception)
+    assert not isinstance(unknown.exception, CheckFailed)
 
 
 def test_tasks_with_commas_and_spaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
