@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 from qtool import plugins
 from qtool.errors import (
+    NotDownloaded,
     QtoolError,
     expand_home,
     require_known,
@@ -207,8 +208,8 @@ def plan(
 
     Args:
         model: as :func:`quantize` takes it, or the path of a config.json. The headers of a
-            directory's safetensors files, if there are any, are checked as :func:`quantize` does;
-            of all else the config alone is read.
+            directory's safetensors files are checked as :func:`quantize` does. Where one is missing
+            or a pointer of Git LFS, and of all else, the config alone is read.
         scheme: as :func:`quantize` takes it.
         recipe: likewise.
         calibration: likewise; its windows are counted, and nothing of it is read.
@@ -330,13 +331,20 @@ def _config_of(model: Model) -> dict[str, Any]:
 
 
 def _local_source(model: Model) -> Checkpoint | None:
-    """The checkpoint of a local directory or ``demo``, if safetensors files are there."""
-    from qtool.io.source import DEMO, Checkpoint
+    """The checkpoint of a local directory or ``demo``, if its safetensors files are there."""
+    from qtool.distributed import ranks
+    from qtool.io.source import DEMO, INDEX, Checkpoint
 
     if not isinstance(model, str | os.PathLike):
         return None
     directory = DEMO if model == "demo" else expand_home(model)
-    return Checkpoint(directory) if any(directory.glob("*.safetensors")) else None
+    if not (directory / INDEX).exists() and not any(directory.glob("*.safetensors")):
+        return None
+    try:
+        return Checkpoint(directory)
+    except NotDownloaded as error:
+        ranks.log(f"{error}; the plan is of config.json alone, and the weights were not looked at")
+        return None
 
 
 def _config_directory(model: Name) -> Path:

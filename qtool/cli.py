@@ -171,7 +171,8 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
     """Print what quantizing MODEL takes: bits, memory, time.
 
     MODEL is a directory, a hub id or a config.json; no weight is read. Headers of safetensors files
-    in a directory are checked as `qtool quantize` does.
+    in a directory are checked as `qtool quantize` does, unless one is missing or a pointer of Git
+    LFS: then config.json alone is read.
     """
     from qtool import api
     from qtool.pipeline.planning.plan_text import as_dict, as_text

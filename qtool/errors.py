@@ -20,6 +20,10 @@ class CheckFailed(QtoolError):
     """A verification found a mismatch: the input was readable, its content is wrong."""
 
 
+class NotDownloaded(QtoolError):
+    """A file of weights is missing, or is Git LFS's pointer to it."""
+
+
 class Interrupted(QtoolError):
     """Something that may pass ended the work; what is written is whole, and it can continue."""
 

@@ -267,6 +267,34 @@ def test_a_plan_reads_no_weights(make_model: MakeModel, monkeypatch) -> None:  #
     assert found.source_bytes == 2 * qtool.plan(model / "config.json", "w8a8").source_bytes
 
 
+@pytest.mark.parametrize("left", ["pointers", "some", "none"])
+def test_a_plan_before_the_weights_are_there(
+    left: str, refused, make_model: MakeModel, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
+    model = make_model(max_shard_size="200KB")
+    shards = sorted(model.glob("*.safetensors"))
+    for shard in shards if left == "none" else shards[1:]:
+        shard.unlink()
+        if left == "pointers":
+            shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    absent = shards[0] if left == "none" else shards[1]
+    problem = f"{absent.name}: a pointer" if left == "pointers" else f"{absent} is missing"
+    refused(problem, model)
+    ordered = ("--scheme", "w8a8")
+    code, planned = qtool_run(monkeypatch, capsys, "plan", model, *ordered)
+    note, _, text = planned.partition("\n")
+    assert code == 0 and note.startswith(problem)
+    assert note.endswith("; the plan is of config.json alone, and the weights were not looked at")
+    assert qtool_run(monkeypatch, capsys, "plan", model / "config.json", *ordered) == (0, text)
+
+
+def test_a_plan_refuses_what_is_no_file_of_weights(make_model: MakeModel) -> None:
+    model = make_model()
+    (model / "model.safetensors").write_text("not found")
+    with pytest.raises(QtoolError, match="not a safetensors file"):
+        qtool.plan(model, "w8a8")
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float33", "Tensor", 16])
 def test_dtypes_that_no_model_has(  # type: ignore[no-untyped-def]

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from qtool.errors import Interrupted, NoSpace, QtoolError
+from qtool.errors import Interrupted, NoSpace, NotDownloaded, QtoolError
 
 DTYPES = {
     "F64": torch.float64,
@@ -145,8 +145,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a file, after checking that header and length agree.
 
     Raises:
-        QtoolError: missing, truncated, not safetensors, unknown dtype, overlapping or out-of-range
-            data.
+        NotDownloaded: missing, or a pointer of Git LFS.
+        QtoolError: truncated, not safetensors, unknown dtype, overlapping or out-of-range data.
     """
     try:
         size = path.stat().st_size
@@ -154,14 +154,16 @@ def read_header(path: Path) -> dict[str, Entry]:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER, size - 8):
                 file.seek(0)
+                if file.read(len(LFS)) == LFS:
+                    raise NotDownloaded(
+                        f"{path.name}: a pointer of Git LFS, `git lfs pull` gets it"
+                    )
                 raise QtoolError(
-                    f"{path.name}: a pointer of Git LFS, `git lfs pull` gets it"
-                    if file.read(len(LFS)) == LFS
-                    else f"{path.name}: not a safetensors file, or truncated ({size} bytes)"
+                    f"{path.name}: not a safetensors file, or truncated ({size} bytes)"
                 )
             header = json.loads(file.read(length))
     except FileNotFoundError:
-        raise QtoolError(f"{path} is missing") from None
+        raise NotDownloaded(f"{path} is missing") from None
     except OSError as error:
         raise QtoolError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError):
