@@ -15,6 +15,7 @@ from typing import Any
 from qtool.calibration.stacking import at_once, search_bytes
 from qtool.models.family import Family
 from qtool.models.parts import Heads, LinearGroup
+from qtool.schemes.base import Scheme
 
 
 @dataclass
@@ -65,21 +66,25 @@ class BlockShape:
         family: as this block looks.
         config: the model's, with the sizes of its attention and experts.
         linears: ``(N, K)`` of every linear.
-        quantized: of those that are rounded.
+        quantized: of those that are rounded. schemes: theirs.
         samples: calibration sequences.
         seqlen: tokens of each.
         itemsize: bytes of a number in a forward.
-        pruned: names of those that are pruned.
     """
 
     family: Family
     config: Any
     linears: Mapping[str, tuple[int, int]]
     quantized: Mapping[str, tuple[int, int]]
+    schemes: Mapping[str, Scheme]
     samples: int
     seqlen: int
     itemsize: int = 2
-    pruned: frozenset[str] = frozenset()
+
+    @property
+    def pruned(self) -> set[str]:
+        """Names of those that are pruned."""
+        return {name for name, scheme in self.schemes.items() if scheme.sparsity}
 
     @property
     def tokens(self) -> int:

@@ -25,7 +25,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.method import LEARNING_SEQUENCES
-from qtool.calibration.rounding.gptq import memory
+from qtool.calibration.rounding.gptq import gptq, memory
 from qtool.calibration.rounding.gptq.memory import MOST_HESSIAN_BYTES, hessians_at_once
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.stacking import by_role
@@ -136,6 +136,29 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     )
     few, many = (block_shape(job, 0, n, 24) for n in (LEARNING_SEQUENCES, LEARNING_SEQUENCES + 1))
     assert learned.work(many).forward_flops == few.forward_flops()
+
+
+def test_the_clipping_search_tries_what_is_planned(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """QoQ begins above 1, w4a16 takes scales below 0 too, and LiquidQuant does neither."""
+    looked_at, fit = [], gptq.fit_groups
+
+    def counted_fit(scheme: Any, weight: torch.Tensor, importance: Any, ratios: Any, **clips: Any):
+        looked_at.append(len(ratios) * weight.numel())
+        return fit(scheme, weight, importance, ratios, **clips)
+
+    monkeypatch.setattr(gptq, "fit_groups", counted_fit)
+    schemes = {"o_proj": "w4a8-qoq-g128", "mlp": "w4a16", ".*": "w4a8-lqq"}
+    layers = [{"match": m, "scheme": scheme, "group_size": 64} for m, scheme in schemes.items()]
+    recipe = {"layers": layers, "rounding": {"gptq": {"clip_steps": 5, "negative_scales": True}}}
+    source, found = make_model(), recipes.parse(recipe, "test")
+    windows = torch.arange(48).view(2, 24)
+    qtool.quantize(source, recipe=found, calibration=windows, out=tmp_path / "out")
+    job = Job.of(Checkpoint(source).config, found)
+    blocks = [block_shape(job, block, 2, 24) for block in range(job.blocks)]
+    planned = sum(job.rounding.work(block).rounding_weights - 4 * block.weights for block in blocks)
+    assert planned == sum(looked_at)
 
 
 def test_the_inputs_of_all_experts_cost_one_forward(

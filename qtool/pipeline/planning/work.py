@@ -20,10 +20,10 @@ def block_shape(job: Job, block: int, samples: int, seqlen: int, itemsize: int =
         job.namespace,
         linears,
         {name: linears[name] for name in formats},
+        {name: own.scheme_object for name, own in formats.items()},
         samples,
         seqlen,
         itemsize,
-        frozenset(name for name, own in formats.items() if own.scheme_object.sparsity),
     )
 
 

@@ -257,14 +257,17 @@ class Gptq(GptqOptions, Rounding):
                 work += Work(
                     hessian_flops=2 * seen * (moments + drift * k * k + writes * n * k),
                     rounding_flops=(1 / 3 + 2 * drift) * k**3 + n * k * k * (5 + 6 * self.rounds),
-                    rounding_weights=n * k * (self.clip_steps * (1 + self.negative_scales) + 4),
                     # a panel's scales take about as long as two sweeps over it
                     rounding_panels=-(-k // PANEL) * (1 + 3 * self.rounds) / together,
                 )
             flops = sum(block.linear_flops(group.linears) for group in groups)
             to_experts, before = to_experts + routed * flops, before + (not routed) * flops
             before += block.attention_flops() if number == 0 else 0
-        return work + Work(forward_flops=-last)
+        looked_at = sum(
+            n * k * (len(self.clip_ratios(block.schemes[name])) + 4)
+            for name, (n, k) in block.quantized.items()
+        )
+        return work + Work(forward_flops=-last, rounding_weights=looked_at)
 
     def _makes_up_for_stream(self, family: Family, group: LinearGroup) -> bool:
         return self.stream > 0 and bool(norms_of_writers(family, group.linears[0]))
