@@ -319,6 +319,7 @@ def test_dtypes_that_no_model_has(  # type: ignore[no-untyped-def]
 def test_dtypes_that_no_text_model_has(  # type: ignore[no-untyped-def]
     key: str, dtype: str, refused, tmp_path: Path
 ) -> None:
+    """A plan counts bytes by the text model's dtype where the wrapper names none."""
     model = save_tiny("mistral3", tmp_path / "model")
     text = json.loads((model / "config.json").read_text())["text_config"]
     text.pop("dtype", None)
@@ -327,8 +328,14 @@ def test_dtypes_that_no_text_model_has(  # type: ignore[no-untyped-def]
     refused(said, model)
     with pytest.raises(QtoolError, match=re.escape(said)):
         qtool.plan(model / "config.json", "w8a8")
-    edit_config(model, text_config=text | {key: "bfloat16"})
-    qtool.plan(model, "w8a8")
+    config = json.loads((model / "config.json").read_text())
+    config = {name: value for name, value in config.items() if "dtype" not in name}
+    sizes = []
+    for dtype in ("bfloat16", "float32"):
+        config["text_config"] = text | {key: dtype}
+        (model / "config.json").write_text(json.dumps(config))
+        sizes.append(qtool.plan(model / "config.json", "w8a8").source_bytes)
+    assert sizes[1] == 2 * sizes[0]
 
 
 def test_missing_tensor(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ from qtool.errors import QtoolError, in_one_line, require_path
 from qtool.io.dequantize import FloatFormat, dequantized, published
 from qtool.io.integrity import RECORD
 from qtool.io.safetensors import Entry, read, read_header
-from qtool.models.architecture import DTYPES, named_dtype, with_text_config
+from qtool.models.architecture import DTYPES, own_dtype, with_text_config
 
 if TYPE_CHECKING:
     from qtool.io.adapter import Adapter
@@ -286,7 +286,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise QtoolError(f"{path}: no model_type in it")
     for part in with_text_config(config):
-        dtype, whose = named_dtype(part), "" if part is config else "text_config's "
+        dtype, whose = own_dtype(part), "" if part is config else "text_config's "
         if dtype != "None" and getattr(torch, dtype, None) not in (*DTYPES.values(), torch.float64):
             raise QtoolError(
                 f"{path}: its {whose}dtype is {dtype!r}, in which no model can be loaded: write "

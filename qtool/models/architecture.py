@@ -99,8 +99,17 @@ def with_text_config(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def named_dtype(config: Mapping[str, Any]) -> str:
-    """The name of the dtype in config.json, under its new key or its old one; else ``None``."""
-    return str(config.get("dtype") or config.get("torch_dtype"))
+    """The name of the dtype in config.json, of a wrapper without one that of its text model.
+
+    Else ``None``.
+    """
+    names = map(own_dtype, with_text_config(config))
+    return next((name for name in names if name != "None"), "None")
+
+
+def own_dtype(part: Mapping[str, Any]) -> str:
+    """The name of the dtype in one part of config.json, under its new key or its old one."""
+    return str(part.get("dtype") or part.get("torch_dtype"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -15,7 +15,7 @@ from qtool.errors import QtoolError
 from qtool.io.dequantize import compressed_tensors, fp8, mxfp4
 from qtool.io.dequantize.published import Config, FloatFormat
 from qtool.io.safetensors import Entry
-from qtool.models.architecture import DTYPES, named_dtype, with_text_config
+from qtool.models.architecture import DTYPES, named_dtype
 
 FORMATS: dict[str, Callable[[Config], FloatFormat | None]] = {
     "fp8": fp8.published,
@@ -49,8 +49,7 @@ def dequantized(
     Raises:
         QtoolError: codes or scales that do not belong together.
     """
-    named = [name for c in with_text_config(config) if (name := named_dtype(c)) != "None"]
-    dtype = DTYPES.get(named[0], torch.bfloat16) if named else torch.bfloat16
+    dtype = DTYPES.get(named_dtype(config), torch.bfloat16)
     weights = {name: found.weight(name, entries, dtype) for name in entries}
     used = {part for weight in weights.values() if weight for part in weight.stored}
     plain = {}
