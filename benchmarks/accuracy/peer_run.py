@@ -373,6 +373,7 @@ ROWS: dict[str, tuple[str, Run]] = {
     "quark-w4a8": ("quark", partial(quark, "w4a8")),
     "qtool-w4a4-everywhere": ("qtool", partial(ours, None, EVERYWHERE)),
     "qtool-w4a4-best": ("qtool", partial(ours, "w4a4-g128", "best")),
+    "llm-compressor-w4a4": ("llmcompressor", partial(clipped, "W4A4", act_group=128)),
     "llm-compressor-w4a4-best": (
         "llmcompressor",
         partial(clipped, "W4A4", rotations="R1 R2 R4", matrix="random-hadamard", act_group=128),

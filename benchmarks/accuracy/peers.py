@@ -78,6 +78,7 @@ ROWS = {
     "quark-w4a8": Row("W4A8", "Quark, rotation + Qronos", QUARK, W4A8),
     "qtool-w4a4-everywhere": Row("W4A4", "**qtool** methods of `best` everywhere", OURS, W4A4),
     "qtool-w4a4-best": Row("W4A4", "**qtool** `best`, down in W4A8", OURS, "4.130 / 4, down 8"),
+    "llm-compressor-w4a4": Row("W4A4", "llm-compressor, GPTQ, observer `mse`", LLM, W4A4),
     "llm-compressor-w4a4-best": Row("W4A4", "llm-compressor, SpinQuant with R4 + GPTQ", LLM, W4A4),
     "autoround-w4a4": Row("W4A4", "AutoRound, 200 iterations", AUTOROUND, W4A4),
     "quark-w4a4": Row("W4A4", "Quark, rotation with R4 + Qronos", QUARK, W4A4),
