@@ -181,6 +181,23 @@ def experts() -> str:
     return markdown(head, rows) + made_by(found)
 
 
+def experts_rotated() -> str:
+    """Microseconds of a layer's experts with and without a rotation of down's inputs."""
+    found = results("experts-rotated")
+    schemes = [name for name in found["rows"][0]["us"] if not name.endswith(" rotated")]
+    rows = []
+    for row in found["rows"]:
+        cells = [row["model"], str(row["tokens"])]
+        for scheme in schemes:
+            plain, rotated = (row["us"][f"{scheme}{suffix}"] for suffix in ("", " rotated"))
+            cells += [f"{plain:.1f}", f"{rotated:.1f}", f"{100 * (rotated / plain - 1):+.1f}%"]
+        rows.append(cells)
+    head = ["model", "tokens"]
+    for scheme in schemes:
+        head += [scheme, f"{scheme} rotated", "change"]
+    return markdown(head, rows) + made_by(found)
+
+
 def serving() -> str:
     """Decode steps and prefill in vLLM, by run, batch and engine: rows of ``qtool bench serve``."""
     found = results("serving")
@@ -346,6 +363,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels-others": lambda: kernels("kernels-others", ("bf16", "fp8")),
     "kernels-w4a16": lambda: kernels("kernels-w4a16", ("bf16", "fp8")),
     "experts": experts,
+    "experts-rotated": experts_rotated,
     "serving": serving,
     "serving-steps": serving_steps,
     "serving-papers": serving_papers,

@@ -1,13 +1,13 @@
 """Time a layer's experts beside their floor and vLLM's FP8 ones, on this GPU.
 
     python benchmarks/kernels/bench_experts.py [--models qwen3-30b-a3b] [--tokens 1,16,64]
-    [--schemes w4a8-lqq,w8a8,w4a16] [--loop] [--against vllm]
+    [--schemes w4a8-lqq,w8a8,w4a16] [--rotated] [--loop] [--against vllm]
     [--json benchmarks/results/experts.json]
 
 The whole layer after the router: sorting, quantization or copies, both GEMMs, SiLU and the weighted
-sum, by CUDA graphs, over weights that are rotated and random routing, another for each. ``--loop``
-adds one expert after another, each with all tokens, as a captured graph needs it without grouped
-GEMMs.
+sum, by CUDA graphs, over layers that take turns and random routing, another for each. ``--rotated``
+adds each scheme with the inputs of down rotated at run time. ``--loop`` adds one expert after
+another, each with all tokens, as a captured graph needs it without grouped GEMMs.
 ``--against vllm`` adds vLLM's ``fused_experts`` in FP8, the fastest of its per-tensor and its
 128 x 128 block scales. The floor is the chosen experts' weights once, in the first scheme, or the
 arithmetic.
@@ -77,11 +77,11 @@ Routed = tuple[Tensor, Tensor, Tensor]
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def random_stack(scheme: str, experts: int, n: int, k: int) -> ExpertStack:
-    """Random weights of ``experts``; level 2 is legal."""
+def random_stack(scheme: str, experts: int, n: int, k: int, rotated: bool = False) -> ExpertStack:
+    """Random weights of ``experts``, whose inputs may be rotated; level 2 is legal."""
     (layout, _), stored = SCHEMES[scheme], {}
     scales = "bfloat16" if scheme == "w4a16" else "float32"
-    found = LinearFormat(scheme, get(scheme).group_size, layout, scales)
+    found = LinearFormat(scheme, get(scheme).group_size, layout, scales, rotated=rotated)
     for name, spec in found.tensors(n, k).items():
         shape, kind = (experts, 1, *spec.shape), {"dtype": spec.dtype, "device": "cuda"}
         low, high = {"qweight": (0, 128), "s2": (1, 9)}.get(name, (9, 16))
@@ -103,9 +103,11 @@ def routed(shape: Shape, tokens: int) -> Routed:
     return x, weights, ids.int()
 
 
-def grouped(scheme: str, shape: Shape) -> Layer:
-    """One layer's experts by grouped GEMMs."""
-    gate_up, down = (random_stack(scheme, shape.experts, n, k) for n, k in shape.sizes())
+def grouped(scheme: str, shape: Shape, rotated: bool = False) -> Layer:
+    """One layer's experts by grouped GEMMs; down's inputs may be rotated."""
+    of_gate_up, of_down = shape.sizes()
+    gate_up = random_stack(scheme, shape.experts, *of_gate_up)
+    down = random_stack(scheme, shape.experts, *of_down, rotated)
     return lambda x, weights, ids: grouped_experts(x, weights, ids, None, gate_up, down)
 
 
@@ -170,10 +172,14 @@ def floor_us(shape: Shape, tokens: int, scheme: str) -> float:
     return 1e6 * max(chosen * shape.weights * bits / 8 / BANDWIDTH, operations / rate)
 
 
-def columns(schemes: list[str], with_loop: bool, against: bool) -> Iterator[tuple[str, Any, float]]:
+def columns(
+    schemes: list[str], rotated: bool, with_loop: bool, against: bool
+) -> Iterator[tuple[str, Any, float]]:
     """Name, maker and bits a weight of what is timed."""
     for scheme in schemes:
         yield scheme, partial(grouped, scheme), SCHEMES[scheme][1]
+        if rotated:
+            yield f"{scheme} rotated", partial(grouped, scheme, rotated=True), SCHEMES[scheme][1]
     if with_loop:
         yield f"{schemes[0]} one by one", partial(loop, schemes[0]), SCHEMES[schemes[0]][1]
     if against:
@@ -211,6 +217,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--schemes", default="w4a8-lqq,w8a8,w4a16")
+    parser.add_argument("--rotated", action="store_true")
     parser.add_argument("--loop", action="store_true")
     parser.add_argument("--against", choices=["vllm"])
     parser.add_argument("--json", type=Path, help="keep the rows here")
@@ -224,7 +231,8 @@ def main() -> None:
     for model in models:
         shape = MODELS[model]
         us: list[dict[str, float]] = [{} for _ in sizes]
-        for name, make, each in columns(schemes, arguments.loop, arguments.against is not None):
+        wanted = columns(schemes, arguments.rotated, arguments.loop, arguments.against is not None)
+        for name, make, each in wanted:
             for row, found in zip(us, times(make, shape, each, sizes), strict=True):
                 row[name] = round(found, 1)
             torch.cuda.empty_cache()

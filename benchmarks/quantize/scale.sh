@@ -1,5 +1,5 @@
 #!/bin/sh
-# What a run costs, phase by phase: sh benchmarks/quantize/scale.sh WORK [fast] [8b] [best] [70b] [qwen] [deepseek] [distill] [tiny]
+# What a run costs, phase by phase: sh benchmarks/quantize/scale.sh WORK [fast] [8b] [best] [70b] [qwen] [deepseek] [24] [distill] [tiny]
 # Each run is a fresh process and leaves its JSON in WORK; random checkpoints are made in WORK and kept (8B: 16 GB, 70B:
 # 7.4 and 14.2 GB, four blocks of Qwen3-235B 22 GB, of DeepSeek-V3 30 GB). Then: python benchmarks/tables.py --keep quantize --command ... --machine ... WORK/*.json
 set -e
@@ -10,7 +10,7 @@ bench() { # bench TITLE MODEL [OPTION ...]
     title=$1
     shift
     echo "$title"
-    python3 -m qtool bench quantize "$@" --scheme w4a8-lqq --device "${DEVICE:-cuda}" --work "$work" --json \
+    python3 -m qtool bench quantize --scheme w4a8-lqq "$@" --device "${DEVICE:-cuda}" --work "$work" --json \
         >"$work/$title.json" 2>"$work/log" && cat "$work/$title.json" || tail "$work/log"
 }
 mkdir -p "$work"
@@ -29,6 +29,7 @@ for what in "${@:-8b}"; do
             bench "qwen3-235b-a22b, 4 blocks, $recipe" qwen3-235b-a22b --layers 4 --recipe $recipe
         done ;;
     deepseek) bench "deepseek-v3, 4 blocks, paper" deepseek-v3 --layers 4 --recipe paper ;;
+    24) bench "llama-3-8b, 12 blocks, best of w4a16-24" llama-3-8b --layers 12 --scheme w4a16-24 --recipe best ;;
     tiny) bench "llama-tiny" llama-tiny --samples 1 --seqlen 16 ;; # to try the script
     distill)
         bench "llama-3-8b, 1 block, distill" llama-3-8b --layers 1 --recipe "$here/distill.yaml" --samples 256 ;;
