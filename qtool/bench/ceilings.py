@@ -13,6 +13,9 @@ from qtool.io.source import Checkpoint
 from qtool.pipeline.planning.memory import ContinuationMemory
 
 PROBE_BYTES = 1 << 30
+#: of a weight in an iteration: its value is made (4 read, 2 written), its gradient (6, 4), and Adam
+#: reads four numbers and writes three
+LEARNING_BYTES = 44
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Ceilings:
             "Hessian": work.hessian_flops / self.sixteen_bit,
             "search": work.search_flops / self.tf32 + 4 * work.search_weights / self.memory,
             "rounding": work.rounding_flops / self.float32
-            + 4 * work.rounding_weights / self.memory
+            + (4 * work.rounding_weights + LEARNING_BYTES * work.learning_weights) / self.memory
             + work.learning_flops / self.sixteen_bit,
             "pack": 1.5 * work.packed_weights / self.memory,
             "write": work.write_bytes / self.write,

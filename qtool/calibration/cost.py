@@ -26,6 +26,8 @@ class Work:
         read_bytes, write_bytes: from and to files.
         forward_flops: of forwards on tensor cores; two a multiplication and addition.
         hessian_flops, learning_flops: likewise, of Hessians and of iterations that learn.
+        learning_weights: weights that learn, once for each iteration: the straight-through
+            estimator, Adam and launches beside its forwards.
         search_weights: weights quantized and dequantized, over all candidates of all searches.
         search_flops: of the outputs that the candidates are judged by.
         search_tries: stacks of linears that a candidate was tried on: each takes some fifty
@@ -41,6 +43,7 @@ class Work:
     forward_flops: float = 0
     hessian_flops: float = 0
     learning_flops: float = 0
+    learning_weights: float = 0
     search_weights: float = 0
     search_flops: float = 0
     search_tries: float = 0

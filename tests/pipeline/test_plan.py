@@ -330,10 +330,12 @@ def test_what_learning_keeps_is_planned() -> None:
         kept = job.rounding.iteration * 500 * 2 * seen
         assert one - 1000 * hidden * 2 - working_bytes(plain, 0, 500, cuda) > kept
         assert name == "llama-3.1-405b" or seen < 0.5 * sum(map(sum, job.linears(0).values()))
-    work = job.rounding.work(block_shape(job, 0, 256, 2048))
+    shape = block_shape(job, 0, 256, 2048)
+    work = job.rounding.work(shape)
     assert (
         work.learning_flops == 27.5 * work.forward_flops
     )  # 10 epochs: 7 of 8 sequences thrice, 1 of 8 once
+    assert work.learning_weights == 10 * 7 / 8 * 256 / job.rounding.iteration * shape.weights
 
 
 def test_searches_are_planned_in_the_turns_that_run(

@@ -46,6 +46,7 @@ class Rates:
     forward_flops: float
     hessian_flops: float
     learning_flops: float
+    learning_weights: float
     search_flops: float
     search_weights: float
     search_tries: float
@@ -67,7 +68,7 @@ class Rates:
             return sum(getattr(work, kind) / getattr(self, kind) for kind in kinds)
 
         shared = of(*SHARED)
-        rounding = of("rounding_flops", "rounding_weights", "rounding_panels")
+        rounding = of("rounding_flops", "rounding_weights", "rounding_panels", "learning_weights")
         blocks = shared / gpus + rounding * (REPEATED_ROUNDING + (1 - REPEATED_ROUNDING) / gpus)
         written = of("write_bytes") / gpus  # every rank reads all of the source
         return self.start + max(blocks, of("read_bytes"), written)
@@ -78,7 +79,8 @@ H200 = Rates(
     memory=140e9,
     forward_flops=540e12,
     hessian_flops=650e12,
-    learning_flops=490e12,
+    learning_flops=650e12,
+    learning_weights=17.5e9,
     search_flops=350e12,
     search_weights=73e9,
     search_tries=4600.0,
@@ -102,6 +104,7 @@ CPU = Rates(
     forward_flops=120e9,
     hessian_flops=86e9,
     learning_flops=67e9,
+    learning_weights=4.1e6,
     search_flops=120e9,
     search_weights=350e6,
     search_tries=1e4,

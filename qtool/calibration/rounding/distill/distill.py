@@ -38,9 +38,6 @@ from qtool.calibration.statistics import batch_shapes, own_subset
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest
 
-#: passes over the weights that take as long as an iteration beside its forwards: the
-#: straight-through estimator, Adam and launches, of an 8B's block on an H200
-WEIGHT_PASSES = 22
 STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
 LOSSES = ("cosine", "mse")
 
@@ -133,7 +130,7 @@ class Distill(Rounding):
         return STARTS[self.start]().work(block) + Work(
             forward_flops=once,
             learning_flops=(3 * passes + self.epochs * self.held_out) * once,
-            rounding_weights=WEIGHT_PASSES * steps * block.weights,
+            learning_weights=steps * block.weights,
         )
 
     def held_bytes(self, block: BlockShape) -> int:
