@@ -23,7 +23,7 @@ from qtool.errors import QtoolError, require_path
 from qtool.exchange import export_formats
 from qtool.exchange.export import keeps_kv_scales
 from qtool.exchange.export_format import TOKEN_INT8, ExportFormat
-from qtool.exchange.export_notes import experts_not_loaded
+from qtool.exchange.export_notes import not_loaded
 from qtool.exchange.exportable import exported_formats
 from qtool.exchange.formats.affine import asymmetric_4
 from qtool.exchange.formats.compressed_tensors import E4M3_MAX, CompressedTensors
@@ -68,13 +68,13 @@ def load_as_export(
 
     Raises:
         QtoolError: an unknown format, one that transformers does not run, one that cannot hold this
-            model, or experts that transformers does not load in it.
+            model, or linears that transformers does not load in it.
     """
     target, directory = require_runs(format), require_path("directory", directory)
     config = read_config(directory)
     native = native_format(config)
     formats = exported_formats(target, native, config)
-    if reasons := experts_not_loaded(target, config, formats):
+    if reasons := not_loaded(target, config, formats):
         raise QtoolError(reasons[0])
     dequantize |= any(
         target.of_scheme[found.scheme].form is asymmetric_4 for found in formats.values() if found

@@ -89,6 +89,10 @@ class ExportFormat(ABC):
         """A caution where only some loaders run routed experts in this format; empty if all can."""
         return ""
 
+    def cautions_mixed(self, formats: Formats) -> str:
+        """A caution where only some loaders run linears that are stored so differently."""
+        return ""
+
     def takes_gathered(self, found: LinearFormat) -> bool:
         """Whether a permuted linear can be put back in order: the file has one scale a channel."""
         return found.group_size is None

@@ -51,13 +51,13 @@ def export_notes(
             f"transformers does not load this export: it makes {own} of other tensors, and drops "
             f"those that are in 16 bits when it loads {target.name}"
         )
-    return notes + experts_not_loaded(target, config, formats)
+    return notes + not_loaded(target, config, formats)
 
 
-def experts_not_loaded(
+def not_loaded(
     target: ExportFormat, config: Mapping[str, Any], formats: Mapping[str, LinearFormat | None]
 ) -> list[str]:
-    """Why transformers does not load the experts of an export, a sentence each; none if it does."""
+    """Why transformers does not load linears of an export, a sentence each; none if it does."""
     experts = family_of(config).experts
     if experts and experts.stacked:
         first = SPLIT_EXPERTS[config["model_type"]]
@@ -66,7 +66,8 @@ def experts_not_loaded(
             f"{first} on, transformers does not"
         ]
     routed = dict.fromkeys(f for name, f in formats.items() if re.search(r"\.experts\.\d+\.", name))
-    return [caution for found in routed if found and (caution := target.cautions_experts(found))]
+    cautions = [target.cautions_experts(found) for found in routed if found]
+    return [caution for caution in (target.cautions_mixed(formats), *cautions) if caution]
 
 
 def _converted(family: Family, config: Json, formats: ByLinear) -> str:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qtool.errors import QtoolError
+from qtool.exchange.as_export import load_as_export
 from qtool.exchange.export import export
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
@@ -233,3 +235,20 @@ def test_mixed_groups_and_plain_layers(source: Callable[..., Path], tmp_path: Pa
     for block in model.model.layers:
         with_activations(block.mlp.down_proj, library_activation)
     assert torch.equal(found, logits(model))
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_zero_points_beside_others_are_said_not_to_load(
+    dequantize: bool, source: Callable[..., Path], tmp_path: Path
+) -> None:
+    rules = [rule("w4a8-qoq-g128", 64, match="down_proj"), rule("w4a4", 64)]
+    ours = quantize(
+        Checkpoint(source("llama", torch.float32)), recipe_of(rules), tmp_path / "native"
+    )
+    done = export(ours, "compressed-tensors-w4a16", tmp_path / "ct")
+    sentence = "transformers cannot load weights with zero points beside those of another scheme"
+    assert [note for note in done.notes if note.startswith(sentence)]
+    with pytest.raises(RuntimeError, match=r"automatic conversion|mismatched"):
+        client(done.directory, dequantize=dequantize)
+    with pytest.raises(QtoolError, match=sentence):
+        load_as_export(ours, "compressed-tensors-w4a16", dequantize=dequantize)

@@ -122,6 +122,17 @@ class CompressedTensors(ExportFormat):
         kind = "in 8 bits" if form is int_8 else "with zero points"
         return f"experts: transformers cannot load them {kind}; serve this export with vLLM"
 
+    def cautions_mixed(self, formats: Formats) -> str:
+        kinds = {scheme_and_group(found): found.scheme for found in formats.values() if found}
+        zeros = any(self.of_scheme[scheme].form is asymmetric_4 for scheme in kinds.values())
+        # it loads them dequantized alone, and dequantizes all linears by the first config group
+        return (
+            "transformers cannot load weights with zero points beside those of another scheme or "
+            "group size; serve this export with vLLM"
+            if zeros and len(kinds) > 1
+            else ""
+        )
+
     def tensors(
         self, linear_format: LinearFormat, codes: Tensor, params: Params
     ) -> dict[str, Tensor]:
