@@ -17,6 +17,7 @@ from qtool.calibration.rounding.gptq import clip_search, factor, gptq, memory
 from qtool.calibration.rounding.gptq.clip_search import fit_groups
 from qtool.calibration.rounding.gptq.factor import Factor
 from qtool.calibration.rounding.gptq.gptq import Problem, prepare
+from qtool.calibration.rounding.gptq.gptq import solve as solve_problems
 from qtool.calibration.rounding.gptq.hessian import Hessian, relative_error
 from qtool.calibration.rounding.gptq.rounding import Gptq, share_of_tokens
 from qtool.calibration.rounding.rounded import Rounded
@@ -206,6 +207,23 @@ def moments(
     differences = [floats[id(batch)].hidden - batch.hidden for batch in batches]
     reference = Reference.of(block, floats)
     return Gptq(**options).moments(block, reference, batches, linear), differences
+
+
+def test_next_to_no_input_makes_up_for_nothing_by_weights_beyond_float16() -> None:
+    """Output channels that would take such weights keep their own."""
+    (weight, _), gen = problem(), torch.Generator().manual_seed(0)
+    x = 1e-6 * torch.randn(1024, 128, generator=gen)
+    lacking = torch.randn(1024, 24, generator=gen)
+    lacking[:, ::2] *= 1e-6
+    hessian = Hessian(128, x.device, drift=True, hidden=24)
+    hessian.add(x, x, lacking)
+    hessian.complete()
+    of = Problem(get("w4a16", 128, torch.float16), weight, hessian, lacking=hessian.s)
+    target = prepare(of, Gptq()).target
+    assert torch.equal(target[1::2], weight[1::2])
+    assert not torch.equal(target[::2], weight[::2])
+    (found,) = solve_problems([of], Gptq())
+    assert of.scheme.dequantize(found.codes, found.params).half().isfinite().all()
 
 
 def test_what_the_stream_lacks_is_seen_where_it_is_added_to(llama, blocks) -> None:

@@ -48,6 +48,8 @@ from qtool.schemes.base import ClipRatio, Grid, Params, Scheme
 
 #: columns rounded before the rest of the weight gets their errors
 PANEL = 128
+#: of the range of the scales' dtype over the largest target: codes and refitted scales go beyond it
+HEADROOM = 16
 
 
 @dataclass(kw_only=True)
@@ -259,6 +261,10 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
         if problem.lacking is not None:
             missing += options.stream * problem.lacking
         target = weight + factor.solve(missing[:, order])[:, back]
+        # inputs that are next to nothing make up for it by weights alone that float16 cannot hold
+        largest = torch.finfo(scheme.scale_dtype).max / HEADROOM
+        size = torch.linalg.vector_norm(target, torch.inf, dim=1, keepdim=True)
+        torch.where(size > largest, weight, target, out=target)
     damped = factor.h if options.rounds else None
     keep = None
     if scheme.sparsity:
