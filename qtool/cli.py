@@ -1,5 +1,6 @@
 """The command line: parse, call the API, print. No logic."""
 
+import io
 import logging
 import os
 import sys
@@ -74,6 +75,8 @@ def cli(debug: bool) -> None:
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, a failed check exit code 1."""
     debug = "--debug" in sys.argv
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are no UTF-8
+        sys.stdout.reconfigure(errors="surrogateescape")
     if not sys.stderr.isatty():  # bars are for terminals
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # a GPU's memory is not cut into odd pieces

@@ -329,6 +329,15 @@ def test_a_table_on_a_terminal_has_its_width_and_colour_unless_refused(
     assert "\x1b" not in plain and max(map(len, plain.splitlines())) <= 60
 
 
+def test_a_path_that_is_no_utf_8_is_printed_as_it_is(native: Path) -> None:
+    named = native.rename(native.with_name(os.fsdecode(b"mod\xe9le")))
+    command = [sys.executable, "-m", "qtool", "report", os.fsencode(named), "-q"]
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, capture_output=True, env=strict)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == os.fsencode(named / "report.html") + b"\n"
+
+
 def test_a_closed_pipe_is_no_failed_check() -> None:
     """Its code is that of a process that SIGPIPE ended."""
     read, write = os.pipe()

@@ -27,7 +27,7 @@ from qtool.eval.evaluate import LoadedTask
 from qtool.eval.results import Results, TaskResult, from_json, json_safe
 from qtool.io.integrity import recorded_hashes, require_intact
 from qtool.io.model_card import with_results
-from qtool.io.safetensors import write_atomic, write_json
+from qtool.io.safetensors import write_json, write_text
 from qtool.io.source import CARD, Checkpoint
 
 FILE = "eval.json"
@@ -148,7 +148,7 @@ def _show(directory: Path) -> None:
     )
     before = path.read_text(encoding="utf-8")
     if (card := with_results(before, text)) != before:
-        write_atomic(path, lambda file: file.write(card.encode()))
+        write_text(path, card)
 
 
 def results(

@@ -24,7 +24,7 @@ from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.integrity import CONFIG, RECORD, read_record, sha256_of
 from qtool.io.model_card import model_card
-from qtool.io.safetensors import Entry, read_header, write, write_json
+from qtool.io.safetensors import Entry, read_header, write, write_json, write_text
 from qtool.io.source import BASE_CARD, CARD, INDEX
 
 #: the run's own files, inside the directory it works in
@@ -290,8 +290,7 @@ class Output:
         for name, path in side_files.items():
             (self.partial / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, self.partial / name)
-        card = model_card(provenance, self.partial / BASE_CARD)
-        (self.partial / CARD).write_text(card, encoding="utf-8")
+        write_text(self.partial / CARD, model_card(provenance, self.partial / BASE_CARD))
         provenance["job"] = self.identity
         provenance["shards"] = {self.name(s): r["sha256"] for s, r in sorted(self.records.items())}
         provenance.setdefault(

@@ -384,5 +384,5 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
 
 
 def write_text(path: Path, text: str, *, sync: bool = True) -> None:
-    """Write ``text`` in UTF-8, atomically."""
-    write_atomic(path, lambda file: file.write(text.encode()), sync=sync)
+    """Write ``text`` in UTF-8, atomically; a file name's bytes that are none become ``?``."""
+    write_atomic(path, lambda file: file.write(text.encode(errors="replace")), sync=sync)

@@ -1,12 +1,14 @@
 """What a result carries beside its weights, and its model card."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
 from qtool import recipes
+from qtool.api import write_report
 from qtool.eval import saved
 from qtool.eval.results import Metric, TaskResult
 from qtool.exchange.export import export
@@ -47,6 +49,17 @@ def put(directory: Path, files: dict[str, str]) -> None:
 
 def made(source: Path, out: Path) -> Path:
     return quantize(Checkpoint(source), recipes.load("w4a16"), out)
+
+
+def test_a_directory_whose_name_is_no_utf_8(make_model: MakeModel, tmp_path: Path) -> None:
+    """Cards and reports name it with question marks, and are written."""
+    named = tmp_path / os.fsdecode(b"mod\xe9le")
+    made(make_model().rename(named), native := tmp_path / os.fsdecode(b"nativ\xe9"))
+    export(native, "awq", exported := tmp_path / "exported")
+    write_report(native)
+    assert "`mod?le`" in (native / "README.md").read_text(encoding="utf-8")
+    assert "`nativ?`" in (exported / "README.md").read_text(encoding="utf-8")
+    assert "nativ?" in (native / "report.html").read_text(encoding="utf-8")
 
 
 def front_of(card: Path) -> dict[str, object]:
