@@ -8,7 +8,7 @@ from qtool.errors import QtoolError
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-#: ``{"role": ..., "content": ...}``, one a turn
+#: ``{"role": ..., "content": ...}``, one a turn; the content is a text, or a list of parts
 Messages: TypeAlias = list[dict[str, Any]]
 #: a document or a chat
 Row: TypeAlias = str | Messages
@@ -37,9 +37,23 @@ def _rendered(messages: Messages, tokenizer: "PreTrainedTokenizerBase", name: st
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
     ):
         raise QtoolError(f'{name}: a list of messages with "role" and "content" is expected')
+    joined = [
+        m | {"content": _joined(m["content"], name)} if isinstance(m.get("content"), list) else m
+        for m in messages
+    ]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(tokenizer.apply_chat_template(joined, tokenize=False))
     except Exception as error:  # a template is a program of the model's author, and raises anything
         raise QtoolError(
             f"{name}: the tokenizer's chat template cannot render it ({error})"
         ) from error
+
+
+def _joined(parts: list[Any], name: str) -> str:
+    """The text parts of a message as one text, as servers give them to templates of texts."""
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise QtoolError(
+            f"{name}: a part of a message is no text, and calibration is on text alone"
+        )
+    return "\n".join(texts)

@@ -98,6 +98,16 @@ def test_chats_need_a_template(tokenizer: Any, monkeypatch: Any) -> None:
         documents(datasets.Dataset.from_dict({"messages": [[{"a": 1}]]}), tokenizer)
 
 
+def test_text_parts_are_joined_and_others_refused(tokenizer: Any, monkeypatch: Any) -> None:
+    """A template of texts would print a list as Python does."""
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    parts: list[Any] = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert render([[{"role": "user", "content": parts}]], tokenizer, "it") == ["<user>one\ntwo"]
+    image = [*parts, {"type": "image", "text": None}]
+    with pytest.raises(QtoolError, match=r"^it, chat 1: a part of a message is no text"):
+        render([[{"role": "user", "content": image}]], tokenizer, "it")
+
+
 def test_chats_are_no_text_to_evaluate(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": CHATS[0]}))
