@@ -32,12 +32,15 @@ def import_format_of(config: Mapping[str, Any]) -> ImportFormat:
             f"the model is quantized already, by qtool to {quantization.get('scheme')}: to quantize"
             " it otherwise pass the original model"
         )
-    if method not in IMPORT_FORMATS:
+    if str(method) not in IMPORT_FORMATS:
         raise QtoolError(
             f"quant_method {method!r} cannot be imported; known: {', '.join(IMPORT_FORMATS)};"
             f" {INSTEAD}"
         )
-    return IMPORT_FORMATS[method](quantization)
+    try:
+        return IMPORT_FORMATS[str(method)](quantization)
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise QtoolError(f"quantization_config is damaged: {error!r}") from error
 
 
 def already_quantized(config: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.format.linear import LinearFormat
 from qtool.layouts import LAYOUTS
+from qtool.models.architecture import DTYPES
 from qtool.schemes import SCHEMES
 
 #: 2 has linears whose inputs are rotated at run time, which 1 would have run as if they were not
@@ -185,6 +186,8 @@ def _rule(rule: dict[str, Any]) -> Rule:
     if not rule["scheme"]:
         return Rule(match, None)
     linear_format = LinearFormat(**rule)
+    if str(linear_format.scale_dtype) not in DTYPES:
+        raise ValueError(f"scale_dtype {linear_format.scale_dtype!r}")
     _require_registered(SCHEMES, linear_format.scheme, "scheme")
     _require_registered(LAYOUTS, linear_format.layout, "layout")
     return Rule(match, linear_format)

@@ -414,6 +414,13 @@ def refused(directory: Path, message: str, error: type[QtoolError] = QtoolError)
         ),
         ({"quant_method": "qtool", "scheme": "w8a8"}, "already, by qtool to w8a8: to quantize it"),
         ({"checkpoint_format": "gptq_v2"}, "512 of 512 zero points are not 8"),
+        ({"quant_method": ["gptq"]}, r"quant_method \['gptq'\] cannot be imported"),
+        ({"dynamic": ["-:lm_head"]}, "quantization_config is damaged: AttributeError"),
+        ({"quant_method": "auto-round", "act_bits": "x"}, "quantization_config is damaged: Value"),
+        (
+            {"quant_method": "auto-round", "extra_config": {"lm_head": {"bits": None}}},
+            "quantization_config is damaged: TypeError",
+        ),
     ],
 )
 def test_configs_that_do_not_fit(changes: dict[str, Any], message: str, gptq: Path) -> None:

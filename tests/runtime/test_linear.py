@@ -103,6 +103,11 @@ def test_the_format_survives_json() -> None:
     assert CheckpointFormat.from_dict(written.to_dict()) == written
     assert written.is_permuted("model.layers.3.self_attn.q_proj")
     assert not written.is_permuted("model.layers.3.self_attn.k_proj")
+    for strange in ("float31", "int8", None, ["float16"]):
+        damaged = written.to_dict()
+        damaged["rules"][1]["scale_dtype"] = strange
+        with pytest.raises(QtoolError, match=r"quantization_config is damaged: .*scale_dtype"):
+            CheckpointFormat.from_dict(damaged)
 
 
 def test_rotated_linears_are_another_version_of_the_format() -> None:
