@@ -164,7 +164,7 @@ def _read(path: Path) -> list[Row]:
     try:
         rows = [
             json.loads(line)
-            for line in path.read_text(encoding="utf-8").split("\n")
+            for line in path.read_text(encoding="utf-8-sig").split("\n")
             if line.strip()
         ]
     except (OSError, ValueError) as error:

@@ -272,6 +272,13 @@ def test_quiet(model, tokenizer, data_dir, capfd, monkeypatch):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_byte_order_mark_is_dropped(tmp_path):
+    path, row = tmp_path / "t.jsonl", {"context": "a", "continuation": "b"}
+    path.write_text(json.dumps(row), encoding="utf-8-sig")
+    (document,) = local_tasks.load("t", path, zero_shot._index).eval_docs
+    assert document == row | {"continuation": " b"}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
