@@ -27,7 +27,7 @@ from qtool.eval.evaluate import LoadedTask
 from qtool.eval.results import Results, TaskResult, from_json, json_safe
 from qtool.io.integrity import recorded_hashes, require_intact
 from qtool.io.model_card import with_results
-from qtool.io.safetensors import write_json, write_text
+from qtool.io.safetensors import write_atomic, write_json
 from qtool.io.source import CARD, Checkpoint
 
 FILE = "eval.json"
@@ -146,9 +146,9 @@ def _show(directory: Path) -> None:
     text = "\n\n".join(
         f"On {title}:\n\n```text\n{table(Results(tasks))}\n```" for title, tasks in tables.items()
     )
-    before = path.read_text(encoding="utf-8")
+    before = path.read_bytes().decode(errors="surrogateescape")  # what others wrote there stays
     if (card := with_results(before, text)) != before:
-        write_text(path, card)
+        write_atomic(path, lambda file: file.write(card.encode(errors="surrogateescape")))
 
 
 def results(

@@ -299,4 +299,4 @@ def keeps_kv_scales(target: ExportFormat, kv: str | None, family: Family) -> boo
 def _results(native: Path) -> str:
     """What the model card in ``native`` shows of evaluations."""
     card = native / CARD
-    return results_in(card.read_text(encoding="utf-8")) if card.is_file() else ""
+    return results_in(card.read_bytes().decode(errors="replace")) if card.is_file() else ""

@@ -152,6 +152,20 @@ def test_the_card_shows_what_is_saved_of_evaluations(make_model: MakeModel, tmp_
     assert (out / "README.md").read_text() == "mine\n"
 
 
+def test_a_card_that_somebody_continued_in_another_encoding(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    out = made(make_model(), tmp_path / "out")
+    with (out / "README.md").open("ab") as card:
+        card.write(b"caf\xe9\r\n")
+    result = TaskResult("text", "perplexity", "file", 9, {"perplexity": Metric(9, 1, False)}, {})
+    saved.save(out, saved.SavedResult(saved.identity(out), {"device": "cpu"}, [result]))
+    shown = (out / "README.md").read_bytes()
+    assert b"On device cpu:" in shown and shown.endswith(b"caf\xe9\r\n")
+    export(out, "awq", tmp_path / "foreign")
+    assert "On device cpu:" in (tmp_path / "foreign" / "README.md").read_text()
+
+
 def test_the_card_shows_the_windows_that_ran(make_model: MakeModel, tmp_path: Path) -> None:
     """They are no longer than the model's context, whatever was asked for."""
     out = made(make_model(), tmp_path / "out")
