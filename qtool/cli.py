@@ -178,10 +178,10 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
     LFS: then config.json alone is read.
     """
     from qtool import api
-    from qtool.pipeline.planning.plan_text import as_dict, as_text
+    from qtool.pipeline.planning.plan_text import as_dict
 
     planned = api.plan(model, **options)
-    print_json(as_dict(planned)) if as_json else click.echo(as_text(planned))
+    print_json(as_dict(planned)) if as_json else click.echo(planned)
 
 
 @command(

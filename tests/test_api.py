@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import qtool
+from qtool.cli import cli
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.eval.checkpoints import EvaluateKeywords, evaluate_checkpoints
@@ -280,6 +282,18 @@ def test_a_plan_of_a_directory_and_of_a_model_in_memory(make_model: MakeModel) -
     )
     in_memory = qtool.plan(model, "w4a8-lqq")
     assert by_path.output_bytes == by_config.output_bytes == in_memory.output_bytes
+
+
+def test_what_functions_give_prints_as_their_commands_do() -> None:
+    def said(*arguments: str) -> list[str]:
+        return CliRunner().invoke(cli, arguments).stdout.splitlines()
+
+    assert str(qtool.plan("demo", "w4a8-lqq")).splitlines() == said(
+        "plan", "demo", "--scheme", "w4a8-lqq"
+    )
+    results, _ = qtool.evaluate("demo", "demo", limit=2, seqlen=16)
+    command = ("eval", "demo", "--model", "demo", "--limit", "2", "--seqlen", "16")
+    assert str(results).splitlines() == said(*command)
 
 
 def test_what_is_refused(make_model: MakeModel, tmp_path: Path) -> None:

@@ -79,6 +79,11 @@ class Results:
 
     tasks: list[TaskResult]
 
+    def __str__(self) -> str:
+        from qtool.eval.compare import table  # which reads results
+
+        return table(self)
+
     def __getitem__(self, task: str) -> TaskResult:
         """The first result of ``task``.
 

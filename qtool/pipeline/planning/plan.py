@@ -87,6 +87,11 @@ class Plan:
     shortage: str = ""
     repacked: str = ""
 
+    def __str__(self) -> str:
+        from qtool.pipeline.planning.plan_text import as_text  # which reads plans
+
+        return as_text(self)
+
     @property
     def linears(self) -> list[PlannedLinear]:
         """The linears of a block of the commonest kind."""
