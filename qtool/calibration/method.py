@@ -50,6 +50,7 @@ class Norm:
 class Method(ABC):
     """A transform or a rounding. Options are dataclass fields (recipe keys)."""
 
+    #: in recipes
     name: ClassVar[str]
     #: it looks at activations, so the run needs calibration data
     needs_data: ClassVar[bool]

@@ -27,8 +27,9 @@ class ExportFormat(ABC):
     of every linear, so it knows, and says, what it changed.
     """
 
-    #: what the command line calls it, and one line of help
+    #: what the command line calls it
     name: str
+    #: one line of help
     about: str
     #: scheme -> group sizes (None: per channel) the format can express
     expressible: Mapping[str, tuple[int | None, ...]]

@@ -16,6 +16,7 @@ from qtool.errors import QtoolError
 class Layout(ABC):
     """The places of the codes and parameters of one weight ``[N, K]``."""
 
+    #: in recipes, checkpoints and on the command line
     name: str
     #: of a code
     bits: int
