@@ -14,12 +14,16 @@ from qtool.models.cache_argument import CACHE
 class Fold(Enum):
     """How a per-channel factor on a group's input may be folded into what produces it."""
 
-    NORM = "norm"  # the input is a norm's output: fold into its weight (and bias)
-    # the input is attention's output: fold into v's rows, shared by the query heads of a kv head
+    #: the input is a norm's output: fold into its weight (and bias)
+    NORM = "norm"
+    #: the input is attention's output: fold into v's rows, shared by the query heads of a kv head
     HEADS = "heads"
-    PRODUCT = "product"  # the input is act(gate) * up, or relu(up): fold into up's rows
-    ACTIVATION = "activation"  # the input is act(up): up's rows take an order, but no factor
-    NONE = "none"  # nothing may be folded
+    #: the input is act(gate) * up, or relu(up): fold into up's rows
+    PRODUCT = "product"
+    #: the input is act(up): up's rows take an order, but no factor
+    ACTIVATION = "activation"
+    #: nothing may be folded
+    NONE = "none"
 
 
 @dataclass(frozen=True)
