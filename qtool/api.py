@@ -219,6 +219,9 @@ def plan(
         device: ``cuda``, which is an H200, or ``cpu``, two cores.
         gpus: that share the run. The host's memory is that of this machine.
 
+    Returns:
+        Its numbers; text says them.
+
     Raises:
         QtoolError: what :func:`quantize` would refuse for its model, recipe or shapes.
 
@@ -457,7 +460,8 @@ def evaluate(
             items a task), ``batch_size`` and ``deterministic``; of a model in memory the last five.
 
     Returns:
-        The model's results and the baseline's (None without ``compare``).
+        The model's results and the baseline's (None without ``compare``), whose paired change is
+        ``qtool.eval.compare.compare(results, baseline)``.
 
     Raises:
         QtoolError: an unknown task or option, a text that is not there, a model that cannot be

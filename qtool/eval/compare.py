@@ -24,8 +24,13 @@ class Delta:
     """The change of one metric.
 
     Attributes:
+        task: its name.
+        metric: its name.
+        value: of the model.
+        baseline: the value of the baseline.
         change: value - baseline; where ``is_log``, the rise of the log-perplexity in nats.
         stderr: the standard error of ``change``; None where there is none.
+        is_log: it is of a perplexity, or of another metric that is a logarithm.
         paired: ``stderr`` is of the differences item by item.
     """
 

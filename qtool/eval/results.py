@@ -26,9 +26,12 @@ def standard_error(values: list[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Metric:
-    """A value and its standard error (None where there is none), in the metric's own unit.
+    """A value and its error, in the metric's own unit; accuracies are 0 to 1.
 
-    Accuracies are 0 to 1.
+    Attributes:
+        value: the mean over windows or questions; of a perplexity its exponential.
+        stderr: the standard error; None where there is none.
+        higher_is_better: of the metric.
     """
 
     value: float
@@ -46,9 +49,11 @@ class TaskResult:
     """The result of one task.
 
     Attributes:
+        task: its name.
         kind: ``perplexity`` or ``zero_shot``.
         origin: where the text or questions are from: a file, ``hub:...`` or ``lm-eval``.
         samples: the number of windows or questions.
+        metrics: by name: ``perplexity``, or lm-eval's, as ``acc`` and ``acc_norm``.
         details: of a perplexity nll (nats, summed), tokens, seqlen, sha256 of the text, window_nll
             (nats a token, one a window), token_ids (their sha256); of a zero-shot task lm-eval's
             version of the task, questions (their sha256), items (by metric, one number a question).

@@ -18,7 +18,17 @@ from qtool.table import render
 
 @dataclass(frozen=True)
 class Row:
-    """One linear (or everything that is not one): weights, stored bytes, bits a weight."""
+    """A packed linear, or a tensor that is of none.
+
+    Attributes:
+        name: of the linear's module, or of the tensor.
+        scheme: or the tensor's dtype.
+        layout: nothing of a tensor.
+        shape: N and K, or the tensor's.
+        weights: their number.
+        nbytes: of all that is stored of it, but for a bias.
+        eight_bit: blocks of 128 input channels with 8-bit activations (w4ax-fmpq); else None.
+    """
 
     name: str
     scheme: str
@@ -26,7 +36,6 @@ class Row:
     shape: tuple[int, ...]
     weights: int
     nbytes: int
-    #: blocks of 128 input channels with 8-bit activations (w4ax-fmpq)
     eight_bit: Tensor | None = None
 
     @property
@@ -36,6 +45,7 @@ class Row:
 
     @property
     def bits(self) -> float:
+        """Stored bits a weight."""
         return self.nbytes * 8 / self.weights if self.weights else 0.0  # nothing is quantized
 
 

@@ -61,7 +61,13 @@ class Option:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of the curve: stored bits a weight, and the divergence, predicted and measured."""
+    """A point of the curve.
+
+    Attributes:
+        bits: stored bits a weight.
+        predicted: the divergence as the sum of what each group costs alone, nats a token.
+        measured: the divergence of the model; None where it was not measured.
+    """
 
     bits: float
     predicted: float
@@ -73,9 +79,12 @@ class Sensitivity:
     """A recipe and its point.
 
     Attributes:
+        recipe: that was written.
+        chosen: its point.
         curve: from the smallest choice for all groups on, through the chosen point; no choice of so
             few bits is predicted to diverge less than a point of it.
-        uniform: each choice for all groups. options: of each group.
+        uniform: each choice for all groups.
+        options: of each group, what each choice costs it.
     """
 
     recipe: Recipe

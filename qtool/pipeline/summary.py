@@ -24,7 +24,8 @@ class Quantized:
     Attributes:
         directory: of the checkpoint.
         source: of what it was made from, as the caller named it; empty for a model in memory.
-        source_bytes, nbytes: of the tensors in the files of both.
+        source_bytes: of the tensors in the files of the source.
+        nbytes: of those in its own.
         seconds: of the run, its resumptions included; None where nothing recorded them.
         error_of: ``weight`` or ``output``, what the errors are of; nothing where none was noted.
         errors: relative error of each linear where one of that kind was noted, by full name.

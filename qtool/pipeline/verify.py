@@ -32,9 +32,13 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Verified:
-    """The outcome for one linear (or one file): ``problem`` is empty if all checks passed.
+    """The outcome for one linear, or for one file.
 
-    ``ran`` names the arithmetic that computed the output, ``error`` its distance to the reference.
+    Attributes:
+        name: of the linear's module, or of the file.
+        problem: what is wrong, in a sentence; empty if all checks passed.
+        ran: the arithmetic that computed the output.
+        error: relative distance (Frobenius) of the output from the float64 reference.
     """
 
     name: str

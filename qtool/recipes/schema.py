@@ -49,6 +49,12 @@ class Recipe:
     """One complete recipe.
 
     Attributes:
+        scheme: the name of the recipe; its rules say which schemes the layers get.
+        about: one sentence.
+        layers: the rules; of a linear the first one holds that matches its name.
+        transforms: in their order.
+        rounding: the method that turns weights into codes.
+        kv: KV-cache quantizer, or None.
         windows: calibration windows are ``given`` by a text, or ``continued`` by the model after
             a start from it.
         min_expert_tokens: calibration tokens that each expert of a mixture observes at least; 0:

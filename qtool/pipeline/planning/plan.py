@@ -29,7 +29,16 @@ H200_WEIGHTS_PER_SECOND = 580e6
 
 @dataclass(frozen=True)
 class PlannedLinear:
-    """One linear of a block: its format and what it will take on disk."""
+    """One linear of a block: its format and what it will take on disk.
+
+    Attributes:
+        name: within the block.
+        scheme: or the dtype, where it stays in 16 bits.
+        group_size: input channels a group; None: the whole channel.
+        layout: nothing where it stays in 16 bits.
+        shape: N and K.
+        nbytes: of all that is stored of it, but for a bias.
+    """
 
     name: str
     scheme: str
@@ -40,6 +49,7 @@ class PlannedLinear:
 
     @property
     def bits(self) -> float:
+        """Stored bits a weight."""
         return self.nbytes * 8 / prod(self.shape)
 
 
@@ -56,14 +66,19 @@ class Plan:
     """A job in numbers. Byte counts are of tensors; files add their headers (a few kilobytes).
 
     Attributes:
+        job: what is planned.
         kinds: of blocks.
-        device: what time and memory are of; ``gpus`` of them.
+        source_bytes: of the model that is read.
+        shard_bytes: of each file that is written.
         host_bytes: at the peak, of all processes.
+        seconds: of the run.
+        device: what time and memory are of; ``gpus`` of them.
+        gpus: that share the run.
         device_bytes: at the peak of each GPU.
         device_memory: bytes that each GPU has.
+        activation_bytes: of the calibration activations.
+        place: where these are kept between blocks; nothing where nothing is calibrated.
         compiling: seconds that the first run on a machine takes longer.
-        activation_bytes, place: the calibration activations and where they are kept between blocks;
-            no place where nothing is calibrated.
         continuation: of the calibration windows, most of which the model writes first; it is held
             whole meanwhile.
         shortage: why the model cannot continue them, in words.
@@ -99,6 +114,7 @@ class Plan:
 
     @property
     def output_bytes(self) -> int:
+        """Bytes of the result."""
         return sum(self.shard_bytes)
 
     @property
