@@ -1,7 +1,6 @@
 """Calibration: one file a method; recipes name them by these tables.
 
-Three methods on plain tensors, as the pipeline calls them: :func:`gptq`, :func:`smooth_factors` and
-:func:`rotation`.
+Three of them work on plain tensors too: :func:`gptq`, :func:`smooth_factors` and :func:`rotation`.
 """
 
 from qtool.calibration.method import Rounding, Transform

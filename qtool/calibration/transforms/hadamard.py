@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.transforms.finite_fields import jacobsthal, prime_power
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, require_count
 
 #: first rows of the Williamson circulants of order m, found by search: bit i is the sign of entries
 #: i + 1 and m - i - 1 (1: plus), entry 0 is plus. These reach 92, 116, 156 and 172, which Paley
@@ -76,7 +76,7 @@ def rotation(n: int, *, seed: int | None = 0, keeps_ones: bool = False) -> Hadam
         keeps_ones: ``ones Q = ones``, as LayerNorm needs.
 
     Raises:
-        QtoolError: for an odd n above 1.
+        QtoolError: for an odd n above 1, or what is no size.
 
     >>> q = rotation(96)
     >>> x, w = torch.randn(4, 96), torch.randn(8, 96)
@@ -87,6 +87,7 @@ def rotation(n: int, *, seed: int | None = 0, keeps_ones: bool = False) -> Hadam
     >>> torch.allclose(q(outlier).abs(), torch.full((96,), 96**0.5))
     True
     """
+    require_count("rotation: n", n)
     return Hadamard(n, seed, keeps_ones)
 
 

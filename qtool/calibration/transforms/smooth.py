@@ -41,6 +41,7 @@ from qtool.calibration.stacking import (
 from qtool.calibration.statistics import Inputs, collect, own_subset
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head, require_groups
 from qtool.distributed import ranks
+from qtool.errors import QtoolError
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.base import Scheme
 
@@ -209,7 +210,7 @@ def smooth_factors(
 
     Args:
         weights: of the linears, each ``[N, K]``; with ``schemes``, one each.
-        inputs: a sample ``X [T, K]`` float32 that the output error is measured on.
+        inputs: a sample ``X [T, K]`` that the output error is measured on.
         grid: pairs of exponents ``[C, 2]`` float64; None: ``exponent_grid(5)``. A single pair is
             taken even where no smoothing is better.
         balance: search from :func:`balancing_factor`.
@@ -217,6 +218,9 @@ def smooth_factors(
     Returns:
         ``lambda`` and ``[4]`` float64: alpha, beta, the mean squared error of the outputs with
         ``X / lambda`` and ``W lambda`` quantized, and the error without.
+
+    Raises:
+        QtoolError: other shapes, no scheme for a weight, or NaN or Inf.
 
     >>> from qtool import schemes
     >>> random = torch.Generator().manual_seed(0)
@@ -228,6 +232,16 @@ def smooth_factors(
     >>> int(factor.argmax()), bool(error < before / 4)
     (5, True)
     """
+    shapes = [list(tensor.shape) for tensor in (*weights, inputs)]
+    alike = all(len(shape) == 2 and shape[1:] == shapes[-1][1:] for shape in shapes)
+    if not alike or not len(inputs) or not 0 < len(weights) == len(schemes):
+        raise QtoolError(
+            f"smooth_factors: weights {shapes[:-1]}, inputs {shapes[-1]} and {len(schemes)} schemes"
+            " are given; weights [N, K], inputs [T, K] and a scheme for each weight are expected"
+        )
+    if not torch.isfinite(inputs).all():
+        raise QtoolError("smooth_factors: the inputs hold NaN or Inf")
+    inputs = inputs.float()
     x_amax = inputs.abs().amax(0)
     w_amax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
     factors, values = best_factors(

@@ -22,6 +22,7 @@ from qtool.calibration.rounding.gptq.hessian import Hessian, relative_error
 from qtool.calibration.rounding.gptq.rounding import Gptq, share_of_tokens
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.scales import float_scale
+from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.schemes import SCHEMES, Scheme, get
 from qtool.schemes.arithmetic.grid import Grid
@@ -109,6 +110,32 @@ def test_damping_is_raised_until_cholesky_succeeds() -> None:
     scheme.check(codes, params)
     factor = Factor(hessian.h.clone(), 0.01)
     assert factor.damping == 0.01
+
+
+@pytest.mark.parametrize("sign", [-1.0, 0.0])
+def test_what_no_damping_makes_positive_definite_is_refused(sign: float) -> None:
+    hessian = sign * torch.eye(128)
+    hessian[0, 1] = hessian[1, 0] = 2
+    with pytest.raises(QtoolError, match="not positive semi-definite"):
+        gptq.gptq(torch.randn(8, 128), get("w4a16"), hessian=hessian)
+
+
+@pytest.mark.parametrize(
+    ("weight", "given"),
+    [
+        ((8, 128), {"inputs": (16, 64)}),
+        ((8, 128), {"inputs": (2, 8, 128)}),
+        ((8, 128), {"hessian": (64, 64)}),
+        ((8, 128), {"hessian": (8, 128)}),
+        ((128,), {"inputs": (16, 128)}),
+    ],
+)
+def test_tensors_of_other_shapes_are_named(
+    weight: tuple[int, ...], given: dict[str, tuple[int, ...]]
+) -> None:
+    (name,) = given
+    with pytest.raises(QtoolError, match=rf"weight \[.*\] and {name} \[.*\] are given"):
+        gptq.gptq(torch.ones(weight), get("w4a16"), **{name: torch.ones(given[name])})
 
 
 def test_damping_is_a_share_of_the_mean_diagonal_however_often_it_was_raised() -> None:

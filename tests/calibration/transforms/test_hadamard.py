@@ -2,7 +2,14 @@ import pytest
 import torch
 
 from qtool.calibration.transforms.finite_fields import jacobsthal, prime_power
-from qtool.calibration.transforms.hadamard import Hadamard, dense, factors, largest_order, multiply
+from qtool.calibration.transforms.hadamard import (
+    Hadamard,
+    dense,
+    factors,
+    largest_order,
+    multiply,
+    rotation,
+)
 from qtool.errors import QtoolError
 
 HIDDEN_SIZES = (
@@ -53,6 +60,9 @@ def test_an_unknown_order_says_so():
         factors(668)
     with pytest.raises(QtoolError, match="order 15"):
         Hadamard(15)
+    for size in (0, -4, 64.0, "64"):
+        with pytest.raises(QtoolError, match=f"n {size!r}: a whole number of at least 1"):
+            rotation(size)
 
 
 @pytest.mark.parametrize("n", (8, 96, 156, 260, 384))

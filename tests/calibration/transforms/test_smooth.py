@@ -28,6 +28,22 @@ def test_logits_stay(any_model, transformed, logits):
     torch.testing.assert_close(logits(smoothed), logits(any_model), rtol=1e-3, atol=2e-3)
 
 
+def test_what_smooth_factors_cannot_take_is_named():
+    weight, x, scheme = torch.ones(8, 128), torch.ones(4, 128), get("w8a8")
+    for weights, inputs, schemes in (
+        ([weight], x[:, :64], [scheme]),
+        ([weight], x[None], [scheme]),
+        ([weight], x[:0], [scheme]),
+        ([weight, weight[:, :64]], x, [scheme, scheme]),
+        ([weight], x, []),
+        ([], x, []),
+    ):
+        with pytest.raises(QtoolError, match=r"are given; weights \[N, K\], inputs \[T, K\]"):
+            smooth_factors(weights, inputs, schemes)
+    with pytest.raises(QtoolError, match="the inputs hold NaN or Inf"):
+        smooth_factors([weight], x * float("nan"), [scheme])
+
+
 def rounding_error(block, batches):
     """Relative squared error of the block's output with every linear rounded to nearest."""
     exact = torch.cat([run(block, batch) for batch in batches])

@@ -14,6 +14,8 @@ from torch import Tensor
 from qtool.calibration.precision import product
 from qtool.errors import QtoolError
 
+#: share of the mean diagonal that makes any sum of squares positive definite, its rounding included
+MOST_DAMPING = 1e6
 #: bytes of a Hessian above which torch's cache is emptied before two more of its size are made
 LARGE = 1 << 30
 #: columns of a matrix that is factored as a whole: it has no more elements than 32 bits count
@@ -39,7 +41,8 @@ class Factor:
         damping: the share of the mean diagonal that was added.
 
     Raises:
-        QtoolError: NaN in ``H``, or numbers whose sum is beyond float32's, which no damping mends.
+        QtoolError: what no damping mends: NaN in ``H``, numbers whose sum is beyond float32's, an H
+            that is no sum of squares.
     """
 
     def __init__(self, hessian: Tensor, damping: float, order: Tensor | None = None) -> None:
@@ -67,6 +70,8 @@ class Factor:
             if (lower := cholesky(self._reversed)) is not None:
                 self._lower = lower
                 return
+            if self.damping > MOST_DAMPING:
+                raise QtoolError("gptq: the Hessian is not positive semi-definite, as 2 X^T X is")
             self.damping = max(self.damping * 10, 1e-6)
 
     @property

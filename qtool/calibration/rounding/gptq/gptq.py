@@ -151,9 +151,9 @@ def gptq(
         options: the defaults if None.
 
     Raises:
-        QtoolError: neither or both of inputs and hessian; NaN or Inf in them or in the weight, or
-            inputs whose squares are beyond float32's range; a K that the scheme's group size does
-            not divide.
+        QtoolError: neither or both of inputs and hessian; another shape; NaN or Inf in them or in
+            the weight, or inputs whose squares are beyond float32's range; a hessian that is not
+            positive semi-definite; a K that the scheme's group size does not divide.
 
     >>> from qtool import schemes
     >>> random = torch.Generator().manual_seed(0)
@@ -169,15 +169,29 @@ def gptq(
     """
     if (inputs is None) == (hessian is None):
         raise QtoolError("gptq: give either inputs or hessian")
+    _require_shapes(weight, inputs, hessian)
     weight = weight.float()
-    moments = Hessian(weight.shape[1], weight.device)
     if inputs is not None:
+        moments = Hessian(weight.shape[1], weight.device)
         moments.add(scheme.fake_activation(inputs, scheme.fit(weight)))
         moments.complete()
     else:
         moments = Hessian.of(hessian)  # type: ignore[arg-type]
     (solution,) = solve([Problem(scheme, weight, moments)], options or GptqOptions())
     return solution.codes, solution.params
+
+
+def _require_shapes(weight: Tensor, inputs: Tensor | None, hessian: Tensor | None) -> None:
+    given = {"weight": weight, "inputs": inputs, "hessian": hessian}
+    shapes = {name: list(tensor.shape) for name, tensor in given.items() if tensor is not None}
+    k = shapes["weight"][1:]
+    alike = all(len(shape) == 2 and shape[1:] == k for shape in shapes.values())
+    if not alike or shapes.get("hessian", [*k, *k]) != [*k, *k]:
+        found = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise QtoolError(
+            f"gptq: {found} are given; a weight [N, K] and inputs [M, K] or a hessian [K, K] are"
+            " expected"
+        )
 
 
 def solve(problems: Sequence[Problem], options: GptqOptions) -> list[Solution]:
