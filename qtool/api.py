@@ -511,7 +511,8 @@ def all_tasks(data_dir: Name | None = None) -> list[str]:
     from qtool.data.corpora import SOURCES
     from qtool.eval import zero_shot
 
-    return [*SOURCES, *zero_shot.all_tasks(None if data_dir is None else Path(data_dir))]
+    where = None if data_dir is None else require_path("data_dir", data_dir)
+    return [*SOURCES, *zero_shot.all_tasks(where)]
 
 
 def export(
@@ -542,11 +543,12 @@ def export(
 
         print(qtool.export("demo-w4a16", "compressed-tensors"))
     """
+    from qtool.exchange import export_formats
     from qtool.exchange.export import export as exported
     from qtool.pipeline.quantize import require_apart
     from qtool.pipeline.run import default_out
 
-    directory = _native(model)
+    directory, format = _native(model), export_formats.get(format).name
     target = default_out(model, format) if out is None else require_new_path("out", out)
     require_apart(target, directory)
     return exported(directory, format, target, tensor_parallel=tensor_parallel, progress=progress)

@@ -314,6 +314,8 @@ def test_what_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
             function("demo")
     with pytest.raises(QtoolError, match="demo: the model is not quantized"):
         qtool.export("demo", "gptq", tmp_path / "out")
+    with pytest.raises(QtoolError, match="data_dir 3: a string or a path is expected"):
+        qtool.api.all_tasks(3)  # type: ignore[arg-type]
     with pytest.raises(QtoolError, match="--engine 'tgi': vllm is expected"):
         qtool.verify(qtool.quantize(source, "w8a8", out=tmp_path / "out"), engine="tgi")
     with pytest.raises(QtoolError, match="--engine 'tgi': vllm is expected"):
@@ -349,6 +351,8 @@ def test_an_export_lands_beside_the_model(make_model: MakeModel, tmp_path: Path)
     shutil.rmtree(tmp_path / "q-gptq")
     with pytest.raises(QtoolError, match="the model that is read lies there"):
         qtool.export(native, "gptq", native)
+    with pytest.raises(QtoolError, match="unknown format 'some/path'"):
+        qtool.export(native, "some/path")
 
 
 def test_keywords_are_those_of_an_evaluation() -> None:

@@ -29,7 +29,7 @@ from qtool.runtime.fused_norms import one_kernel_norms
 from qtool.runtime.kv_cache import quantize_kv
 from qtool.runtime.merge import merge_linears
 from qtool.runtime.packed_kv import IMPORTANCE
-from qtool.schemes.kv import KV_QUANTIZERS
+from qtool.schemes.kv import require_kv
 
 #: what transformers raises for a model that it cannot load
 UNLOADABLE = (
@@ -127,7 +127,7 @@ def load_as_stored(
     path = model.directory if isinstance(model, Checkpoint) else _directory(model)
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
-    where = require_device(device)
+    where, calibrated = require_device(device), kv is not None and require_kv(kv).static
     source = model if isinstance(model, Checkpoint) else None
     if source is None and plain_config(read_config(path))[1]:
         source = Checkpoint(path)
@@ -135,7 +135,7 @@ def load_as_stored(
         source = as_on_disk(source) if source.notes else None
     loaded = _from_pretrained(path, dtype, device_map, source)
     if kv is not None and kv != getattr(loaded.get_decoder(), "kv_quantizer", None):
-        if kv in KV_QUANTIZERS and KV_QUANTIZERS[kv].static:
+        if calibrated:
             raise QtoolError(
                 f"{path}: {kv} needs calibrated scales, which it does not hold: "
                 f"quantize with --kv {kv}"
