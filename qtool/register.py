@@ -73,14 +73,19 @@ def register_layout(layout: "Layout") -> None:
     """Let recipes and ``--layout`` name ``layout``.
 
     Raises:
-        QtoolError: it is no layout, lacks an attribute or the tensor ``qweight``, or the name is
-            taken.
+        QtoolError: it is no layout, lacks an attribute or the tensor ``qweight``, its bits or tile
+            are none, or the name is taken.
     """
     from qtool.format.linear import CODES, forget
     from qtool.layouts import LAYOUTS, Layout
 
     _require_instance(layout, Layout)
-    plugins.require_attributes(layout, type(layout).__name__, ("name", "bits", "tile", "tensors"))
+    kind = type(layout).__name__
+    plugins.require_attributes(layout, kind, ("name", "bits", "tile", "tensors"))
+    if type(layout.bits) is not int or not 1 <= layout.bits <= 8:
+        raise QtoolError(f"{kind}.bits is {layout.bits!r}; a whole number of 1 to 8 is expected")
+    if not isinstance(layout.tile, tuple) or [type(size) for size in layout.tile] != [int, int]:
+        raise QtoolError(f"{kind}.tile is {layout.tile!r}; a pair of whole numbers is expected")
     if CODES not in layout.tensors:
         raise QtoolError(
             f"layout {layout.name!r} has no tensor {CODES}, by which packed linears are found"

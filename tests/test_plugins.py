@@ -388,6 +388,12 @@ def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
     bare = {name: getattr(DigitLayout, name) for name in ("require", "pack", "unpack")}
     with pytest.raises(QtoolError, match="Bare has no name, bits, tile"):
         qtool.register_layout(type("Bare", (Layout,), bare)())
+    for facts, said in (
+        ({"bits": "3", "tile": (1, 8)}, "Bare.bits is '3'; a whole number of 1 to 8 is expected"),
+        ({"bits": 3, "tile": 8}, "Bare.tile is 8; a pair of whole numbers is expected"),
+    ):
+        with pytest.raises(QtoolError, match=said):
+            qtool.register_layout(type("Bare", (Layout,), {"name": "bare", **bare, **facts})())
     with pytest.raises(QtoolError, match=r"absent.yaml: cannot be read: No such file"):
         qtool.register_recipe("wrong", "absent.yaml")
     with pytest.raises(QtoolError, match="wrong: variants is empty"):
