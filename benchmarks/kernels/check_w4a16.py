@@ -22,7 +22,7 @@ from qtool.kernels.build import ARCHITECTURES, Source, compile_all
 from qtool.kernels.dtypes import HALF
 from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.tiles import Tile
-from qtool.kernels.hopper.w4a16 import operand, packed_weight, rounds
+from qtool.kernels.hopper.w4a16 import EXACT_TOKENS, operand, packed_weight
 from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run
 from qtool.kernels.mma.half_tiles import HalfTile
 from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
@@ -90,8 +90,9 @@ class Case:
     def multiplied(self, tile: AnyTile, dtype: torch.dtype) -> Tensor:
         """The weight that tokens of ``dtype`` are multiplied by, float64."""
         weight = self.weight
-        if isinstance(tile, Tile) and rounds(tile.tokens, weight.group, dtype, weight.scale.dtype):
-            return self.exact.to(dtype).double()
+        alike = weight.group > 0 and weight.scale.dtype == dtype
+        if isinstance(tile, Tile) and tile.tokens > EXACT_TOKENS and alike:
+            return self.exact.to(dtype).double()  # rounded to 16 bits with its scales
         return self.exact
 
     def run(

@@ -79,12 +79,3 @@ def operator(
     overload.__doc__ = arguments.__doc__
     OPERATORS[overload] = arguments
     return cast(Callable[P, R], overload)
-
-
-def launched(op: Callable[P, R], *values: P.args, **named: P.kwargs) -> R:
-    """What ``op`` does with CUDA tensors, whatever device ``values`` are on: for tests."""
-    call = OPERATORS[op](*values, **named)
-    call.require()
-    out = call.empty()
-    call.launch(out)
-    return cast(R, out)

@@ -13,7 +13,8 @@ from qtool.kernels.attention import (  # noqa: F401  (register their own)
     kv_attention,
     kv_attention_paged,
 )
-from qtool.kernels.op import OPERATORS, launched, operator
+from qtool.kernels.op import OPERATORS, operator
+from tests.kernels.launched import launched
 
 
 class Scaled(NamedTuple):

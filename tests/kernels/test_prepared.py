@@ -23,8 +23,8 @@ from qtool.kernels.experts.w4a16 import w4a16_experts_gemm
 from qtool.kernels.hopper.gemm import PARAMETERS as GEMM
 from qtool.kernels.mma.half_gemm import PARAMETERS as HALF
 from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
-from qtool.kernels.op import launched
 from qtool.runtime.dispatch import KERNELS, Call
+from tests.kernels.launched import launched
 from tests.runtime.test_linear import quantized
 
 #: kernel, blocks, threads, shared bytes, parameters

@@ -50,11 +50,6 @@ def operand(
     return Operand(f"hopper/{name}_gemm", defines, stage_bytes, 2 * step - 128, 2, box)
 
 
-def rounds(tokens: int, group: int, x: torch.dtype, scale: torch.dtype) -> bool:
-    """Whether a tile of ``tokens`` multiplies weights that are rounded to ``x``."""
-    return group > 0 and scale == x and tokens > EXACT_TOKENS
-
-
 def builds() -> Iterator[Build]:
     """Groups of 128 with all tiles, other groups and dtypes with a wide and a narrow one."""
     f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
