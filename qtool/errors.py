@@ -46,7 +46,9 @@ def suggest(word: object, known: Iterable[str]) -> str:
     known, text = sorted(set(known)), str(word)
     begun = [name for name in known if text and name.startswith(text)]
     close = begun or get_close_matches(text, known, n=1)
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"known: {', '.join(known) or 'none'}"
 
 
 def require_known(options: Iterable[str], known: Iterable[str]) -> None:

@@ -458,6 +458,7 @@ def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # typ
         rule + "roundig: rtn": "unknown key 'roundig'; did you mean rounding?",
         rule + "rounding: gtpq": "unknown rounding 'gtpq': did you mean gptq?",
         rule + "transforms: [{rotate: {sed: 1}}]": "unknown option 'sed'; did you mean seed?",
+        rule + "rounding: {rtn: {seed: 1}}": "rtn: unknown option 'seed'; known: none",
         rule + "transforms: [norm-fusion, rotate, rotate]": "rotate is listed twice",
         rule + "rounding: {gptq: {damping: 1e-2}}": "damping is '1e-2'; expected a number of 0",
         rule
