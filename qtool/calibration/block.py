@@ -176,9 +176,10 @@ class Block:
         self.get(name).register_forward_pre_hook(lambda _, inputs: (inputs[0][..., order],))
 
     def rotate_inputs(self, name: str) -> None:
-        """Rotate the input channels of linear ``name``, as :mod:`.online_hadamard` does.
+        """Rotate the input channels of linear ``name``.
 
-        Its columns are rotated at once, its input when it arrives.
+        Its columns are rotated at once, its input when it arrives
+        (:mod:`qtool.schemes.arithmetic.online_hadamard`).
         """
         if name in self.rotated:
             raise QtoolError(f"{name}: its inputs are rotated already; once is all that is stored")
