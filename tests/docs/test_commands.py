@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import click
 import pytest
@@ -21,8 +22,8 @@ from click.testing import CliRunner
 import qtool
 from qtool import recipes
 from qtool.calibration import ROUNDINGS
-from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.cli import cli
+from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.format import CheckpointFormat
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, name_of
 
@@ -157,9 +158,8 @@ def test_python_blocks(
     code = code.replace(", samples=32", "")
     code = code.replace('recipe="best"', 'recipe="best", samples=2, seqlen=16')
     namespace: dict[str, Any] = {}
-    monkeypatch.setitem(ROUNDINGS, "nearest", RoundToNearest)  # a page registers one, until then
-    del ROUNDINGS["nearest"]
-    exec(code, namespace)
+    with patch.dict(ROUNDINGS), patch.dict(EXPORT_FORMATS):  # pages register some, until then
+        exec(code, namespace)
     assert namespace.get("qtool", qtool) is qtool  # a page may import of it alone
 
 
