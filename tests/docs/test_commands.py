@@ -25,6 +25,7 @@ from qtool.calibration import ROUNDINGS
 from qtool.cli import cli
 from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.format import CheckpointFormat
+from qtool.layouts import LAYOUTS
 from tests.docs.pages import PAGES, ROOT, Command, blocks, commands, name_of
 
 #: what a page's model is here; names of native checkpoints end in -lqq or are DIR and OUT
@@ -158,7 +159,8 @@ def test_python_blocks(
     code = code.replace(", samples=32", "")
     code = code.replace('recipe="best"', 'recipe="best", samples=2, seqlen=16')
     namespace: dict[str, Any] = {}
-    with patch.dict(ROUNDINGS), patch.dict(EXPORT_FORMATS):  # pages register some, until then
+    # pages register some, until then
+    with patch.dict(ROUNDINGS), patch.dict(EXPORT_FORMATS), patch.dict(LAYOUTS):
         exec(code, namespace)
     assert namespace.get("qtool", qtool) is qtool  # a page may import of it alone
 
