@@ -481,12 +481,14 @@ def evaluate(
         return evaluate_checkpoints(names, model, compare, engine=_engine(engine), **options)
     from qtool.eval.evaluate import TaskKeywords
     from qtool.eval.evaluate import evaluate as evaluate_loaded
+    from qtool.pipeline.in_memory import require_tokenizer
 
     require_known(options, TaskKeywords.__annotations__)
     if tokenizer is None or compare is not None or engine is not None:
         raise QtoolError(
             "a model in memory is evaluated with its tokenizer, without a baseline or an engine"
         )
+    require_tokenizer(tokenizer)
     return evaluate_loaded(names, model, tokenizer, **options), None
 
 

@@ -446,6 +446,16 @@ def test_a_tokenizer_is_not_taken_in_vain(tmp_path: Path) -> None:
             call()
 
 
+def test_a_tokenizer_is_no_name(tmp_path: Path) -> None:
+    model: Any = qtool.load("demo")
+    for call in (
+        partial(qtool.evaluate, "demo", model, tokenizer="demo"),
+        partial(qtool.quantize, model, "w8a8", out=tmp_path / "out", tokenizer="demo"),
+    ):
+        with pytest.raises(QtoolError, match="tokenizer 'demo': a transformers tokenizer is"):
+            call()
+
+
 def test_values_that_evaluation_and_export_cannot_have(tmp_path: Path) -> None:
     with pytest.raises(QtoolError, match="unknown task 'dmeo'"):
         qtool.evaluate("dmeo", "demo")

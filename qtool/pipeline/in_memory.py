@@ -24,6 +24,19 @@ def require_model(model: object) -> None:
         )
 
 
+def require_tokenizer(tokenizer: object) -> None:
+    """Check that the tokenizer of a model in memory is one of transformers, and no name.
+
+    Raises:
+        QtoolError: it is not.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise QtoolError(
+            f"tokenizer {tokenizer!r}: a transformers tokenizer is expected, as"
+            " qtool.load_tokenizer gives it"
+        )
+
+
 @contextmanager
 def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Path]:
     """A temporary directory with ``model`` in safetensors and its tokenizer, if it can be had.
@@ -33,9 +46,12 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
             is on this machine.
 
     Raises:
-        QtoolError: it is no model of transformers, or one that is quantized or has no weights.
+        QtoolError: it is no model of transformers, or one that is quantized or has no weights, or
+            the tokenizer is none.
     """
     require_model(model)
+    if tokenizer is not None:
+        require_tokenizer(tokenizer)
     if getattr(model, "hf_quantizer", None) is not None:
         raise QtoolError("the model in memory is quantized already: pass the original one")
     if model.device.type == "meta" and not hasattr(model, "hf_device_map"):  # nor offloaded
