@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import qtool
 from qtool import layouts
 from tests.docs.pages import FENCE, PAGES, ROOT, name_of
 
@@ -53,6 +54,14 @@ def test_the_reference_has_every_layout() -> None:
         for name in names.split(", ")
     ]
     assert all(layout in shown for layout in layouts._ALL)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    shown = re.findall(r"^::: (\S+)", page, re.MULTILINE)
+    for name in qtool.__all__:
+        module = getattr(qtool, name).__module__
+        assert module in shown or any(entry.endswith(f".{name}") for entry in shown), name
 
 
 def test_the_reference_has_what_a_protocol_declares() -> None:
