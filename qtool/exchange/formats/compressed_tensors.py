@@ -128,7 +128,7 @@ class CompressedTensors(ExportFormat):
         # it loads them dequantized alone, and dequantizes all linears by the first config group
         return (
             "transformers cannot load weights with zero points beside those of another scheme or "
-            "group size; serve this export with vLLM"
+            "group size"
             if zeros and len(kinds) > 1
             else ""
         )
