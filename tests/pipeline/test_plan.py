@@ -37,7 +37,7 @@ from qtool.models import family_of
 from qtool.models.experts import separate_experts
 from qtool.models.skeleton import skeleton
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.estimate import H200
+from qtool.pipeline.planning.estimate import CPU, H200
 from qtool.pipeline.planning.memory import DEVICE_SHARE, working_bytes
 from qtool.pipeline.planning.plan import plan
 from qtool.pipeline.planning.plan_text import as_dict, as_text
@@ -497,6 +497,16 @@ def test_floors_are_of_windows_as_long_as_the_context(
     measured = bench_quantize(str(source), "w4a16", recipe="paper", **options)
     flops = measured.floors["forward"] * measured.ceilings.sixteen_bit
     assert flops == pytest.approx(work_of(measured.planned.job, 2, 16).forward_flops)
+
+
+def test_iterations_that_learn_pass_over_their_weights() -> None:
+    """Beside their products: the numbers that an iteration reads and writes of each."""
+    machine = Ceilings(read=1, write=1, memory=4, sixteen_bit=2, tf32=1, float32=1)
+    work = Work(learning_flops=6, learning_weights=8)
+    assert machine.floors(work, None)["rounding"] == 6 / 2 + 44 * 8 / 4
+    for rates in (H200, CPU):
+        second = Work(learning_weights=rates.learning_weights)
+        assert rates.seconds(second) == pytest.approx(rates.start + 1)
 
 
 def test_a_wrapper_is_timed_as_its_text_model(tmp_path: Path) -> None:
