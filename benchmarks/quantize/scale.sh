@@ -29,7 +29,7 @@ for what in "${@:-8b}"; do
             bench "qwen3-235b-a22b, 4 blocks, $recipe" qwen3-235b-a22b --layers 4 --recipe $recipe
         done ;;
     deepseek) bench "deepseek-v3, 4 blocks, paper" deepseek-v3 --layers 4 --recipe paper ;;
-    24) bench "llama-3-8b, 12 blocks, best of w4a16-24" llama-3-8b --layers 12 --scheme w4a16-24 --recipe best ;;
+    24) bench "llama-3-8b, 32 blocks, best of w4a16-24" llama-3-8b --scheme w4a16-24 --recipe best ;;
     tiny) bench "llama-tiny" llama-tiny --samples 1 --seqlen 16 ;; # to try the script
     distill)
         bench "llama-3-8b, 1 block, distill" llama-3-8b --layers 1 --recipe "$here/distill.yaml" --samples 256 ;;

@@ -36,8 +36,10 @@ class Symmetric(Scheme):
 
     def grid(self, params: Params) -> Grid:
         step = params["scale"].float()
-        bound = torch.zeros_like(step, dtype=torch.int32)
-        return Grid(step, -self.zero * step, bound + self.low, bound + self.high)
+        low, high = (
+            torch.full_like(step, code, dtype=torch.int32) for code in (self.low, self.high)
+        )
+        return Grid(step, -self.zero * step, low, high)
 
     def round_groups(self, groups: Tensor, params: Params) -> Tensor:
         codes = (groups / params["scale"].float()[..., None]).round_()

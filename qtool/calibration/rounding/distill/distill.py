@@ -196,12 +196,15 @@ class Distill(Rounding):
         return (1 - torch.cosine_similarity(answer, target, dim=-1)).sum()
 
     def optimizer(self, linears: dict[str, LearnedLinear]) -> torch.optim.Optimizer:
-        """Adam with the learning rates of each linear."""
-        groups = []
+        """Adam with a learning rate for the weights and one for their groups' bounds."""
+        weights, bounds = [], []
         for linear in linears.values():
-            groups.append({"params": [linear.steps], "lr": self.weight_lr})
-            bounds = [linear.log_ratio] + ([] if linear.shift is None else [linear.shift])
-            groups.append({"params": bounds, "lr": self.scale_lr})
+            weights.append(linear.steps)
+            bounds += [linear.log_ratio] + ([] if linear.shift is None else [linear.shift])
+        groups = [
+            {"params": weights, "lr": self.weight_lr},
+            {"params": bounds, "lr": self.scale_lr},
+        ]
         # a pass over the weights instead of ten
         fused = any(linear.steps.is_cuda for linear in linears.values())
         return torch.optim.Adam(groups, betas=(0.9, 0.999), eps=1e-12, fused=fused or None)

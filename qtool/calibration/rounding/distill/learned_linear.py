@@ -103,16 +103,16 @@ class LearnedLinear(nn.Module):
         }
         return params if bounds is None else self.scheme.with_clip_bounds(params, bounds.detach())
 
-    def learning(self, params: Params) -> tuple[Tensor, Tensor | None]:
-        """Gain and shift ``[N, G]`` (or ``[N, 1]``) of the grid of ``params``, with gradients.
+    def learning(self) -> tuple[Tensor, Tensor | None]:
+        """What the loss's gradients by a and b reach ``[N, G]`` or ``[N, 1]``; b's may be None.
 
-        Their values are 1 and 0; only the gradients matter.
+        Only the gradients matter: a is 1 here, so that its gradient is that of its logarithm.
         """
-        scale = (self.params[self.scale].float() * self.log_ratio.exp()).view(len(self.steps), -1)
         bounds = self.clip_bounds()
         if bounds is None:
-            return scale / scale.detach(), None
-        low, high = scale * bounds
+            return self.log_ratio.view(len(self.steps), -1), None
+        scale = self.params[self.scale].float() * self.log_ratio.exp()
+        low, high = scale.view(len(self.steps), -1) * bounds
         gain = (high - low) / (high - low).detach()
         return gain, low - gain * low.detach()
 
@@ -128,7 +128,7 @@ class LearnedLinear(nn.Module):
         x = _Replaced.apply(x, self.scheme.fake_activation(x.detach(), params))
         grid = self.scheme.grid(params)
         weight = StraightThrough.apply(
-            self.steps, self.step, *self.learning(params), self.keep, grid, self.dtype
+            self.steps, self.step, *self.learning(), self.keep, grid, self.dtype
         )
         return nn.functional.linear(x, weight, self.bias)
 
