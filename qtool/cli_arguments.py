@@ -55,7 +55,8 @@ class Name(click.ParamType):
     """A name that the shell can complete; the command that gets it judges it.
 
     Args:
-        names: gives all of them; called only when a shell completes. or_file: a path will do too.
+        names: function that gives all names; called only when a shell completes.
+        or_file: a path will do too.
     """
 
     name = "text"

@@ -35,7 +35,8 @@ class Display:
     Used as a context, so that the bar is gone before a result is printed.
 
     Args:
-        name: of the work. unit: what is counted.
+        name: of the work.
+        unit: what is counted.
         facts: what to say beside it, from the notes of a unit.
         lines: at most about so many in a log; by default one a unit.
     """

@@ -27,7 +27,8 @@ def bench_quantize(
     Args:
         layers: blocks of a random checkpoint; by default the shape's own.
         device_memory: GB of the GPU that the run may have; by default all.
-        work: directory for files. keep: the result; a random checkpoint is kept anyway.
+        work: directory for files.
+        keep: the result; a random checkpoint is kept anyway.
         options: of :func:`qtool.bench.quantize.run`.
 
     Raises:
@@ -61,7 +62,8 @@ def bench_gemm(
     """The table of GEMM times on this GPU.
 
     Args:
-        models: names of layer shapes. tokens: M of a call, as texts.
+        models: names of layer shapes.
+        tokens: M of a call, as texts.
         schemes: its columns; by default the W4A8 ones and w8a8.
 
     Raises:

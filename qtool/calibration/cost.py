@@ -23,9 +23,11 @@ class Work:
     """The work of a method on one block, of a block, or of a whole run.
 
     Attributes:
-        read_bytes, write_bytes: from and to files.
-        forward_flops: of forwards on tensor cores; two a multiplication and addition.
-        hessian_flops, learning_flops: likewise, of Hessians and of iterations that learn.
+        read_bytes: from files.
+        write_bytes: to files.
+        forward_flops: of forwards on tensor cores; a multiplication and an addition count as two.
+        hessian_flops: of Hessians, on tensor cores too.
+        learning_flops: of iterations that learn, on tensor cores too.
         learning_weights: weights that learn, once for each iteration: the straight-through
             estimator, Adam and launches beside its forwards.
         search_weights: weights quantized and dequantized, over all candidates of all searches.
@@ -69,9 +71,10 @@ class BlockShape:
         family: as this block looks.
         config: the model's, with the sizes of its attention and experts.
         linears: ``(N, K)`` of every linear.
-        quantized: of those that are rounded. schemes: theirs.
+        quantized: ``(N, K)`` of the linears that are rounded.
+        schemes: the schemes of the linears that are rounded.
         samples: calibration sequences.
-        seqlen: tokens of each.
+        seqlen: tokens of a sequence.
         itemsize: bytes of a number in a forward.
     """
 

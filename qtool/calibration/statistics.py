@@ -37,9 +37,11 @@ class _Collector:
         names: the linears that are observed as one, by the expert's number.
 
     Attributes:
-        seen: tokens of each linear. amax: of each expert ``[E, K]``. waiting: inputs of a batch,
-            sorted by expert, and their counts. kept, counts: inputs of each linear, and how many of
-            each turn.
+        seen: tokens of each linear.
+        amax: of each expert ``[E, K]``.
+        waiting: inputs of a batch, sorted by expert, and their counts.
+        kept: inputs of each linear.
+        counts: how many inputs of each turn are kept, by linear.
     """
 
     def __init__(self, names: Mapping[int, str], positions: Tensor) -> None:

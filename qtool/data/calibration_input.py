@@ -40,8 +40,8 @@ class Documents:
     """Texts or chats.
 
     Attributes:
-        name: what a user calls them. sha256: of what they come from; "" of a corpus, whose text its
-            name stands for.
+        name: what a user calls them.
+        sha256: of the file or texts; "" for a corpus, whose text its name stands for.
         read: gives them.
     """
 

@@ -87,7 +87,8 @@ class _Batch:
         state: the model's argument for what it keeps of earlier tokens; empty where all tokens are
             read for each one: the model keeps nothing, or tokens of its own (CPM-Ant's prompt) too.
         drawn: tokens of each window.
-        kept, cached: how many of them, and of their keys and values, are in the journal.
+        kept: how many tokens of each window are in the journal.
+        cached: for how many tokens the journal has keys and values.
     """
 
     def __init__(self, model: "PreTrainedModel", prompts: Tensor, length: int) -> None:

@@ -35,7 +35,8 @@ def metrics_and_items(
 
     Args:
         values: lm-eval's results: ``acc,none``: 0.5, ``acc_stderr,none``: 0.1, ``alias``: ...
-        samples: what lm-eval logged of each question. better: whether higher is better, by metric.
+        samples: what lm-eval logged of each question.
+        better: whether higher is better, by metric.
     """
     metrics: dict[str, Metric] = {}
     items: Items = {}

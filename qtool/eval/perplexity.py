@@ -41,7 +41,8 @@ class Perplexity:
     """The score of a text.
 
     Attributes:
-        nll: in nats, summed over the scored tokens. tokens: their number.
+        nll: in nats, summed over the scored tokens.
+        tokens: their number.
         window_nll: each window's mean, in nats a token.
         token_ids: sha256 of the windows' token ids.
     """

@@ -21,7 +21,8 @@ def export_notes(
 
     Args:
         formats: of all linears of the blocks; None stays in 16 bits.
-        kv: the quantizer of the cache. keeps_kv: its scales go into the file.
+        kv: the quantizer of the cache.
+        keeps_kv: its scales go into the file.
     """
     config, family = source.config, family_of(source.config)
     quantized = dict.fromkeys(found for found in formats.values() if found)

@@ -80,10 +80,12 @@ class Import(Conversion):
     Made from headers, zero points and group indices alone; codes are read when it is converted.
 
     Args:
-        source: the foreign checkpoint. layout: as :func:`import_checkpoint` takes it.
+        source: the foreign checkpoint.
+        layout: as :func:`import_checkpoint` takes it.
 
     Attributes:
-        foreign, native: the format it comes from and the one it gets.
+        foreign: the format it comes from.
+        native: the format it gets.
         notes: a sentence for each thing that differs.
 
     Raises:

@@ -35,8 +35,9 @@ class ImportFormat:
 
     Attributes:
         name: what messages call the format.
-        weight, scales, zeros: the tensors of the codes, which marks a quantized linear, of the
-            scales and of the zero points.
+        weight: the tensor of the codes; a linear that has it is quantized.
+        scales: the tensor of the scales.
+        zeros: the tensor of the zero points.
         group_index: the tensor that gives each input channel its group; "" if there is none.
         optional: those of these tensors that a linear may lack.
         other: further tensors of a linear, which say nothing new.
@@ -75,7 +76,8 @@ class Grid:
     """The quantization grid of a linear's weight ``[n, k]``.
 
     Attributes:
-        group_size: None is the whole channel. scales: their dtype.
+        group_size: None is the whole channel.
+        scales: dtype of the scales.
         zero_points: one of them is not 8.
         order: the input channels by group, ``[k]``; None if they lie so already.
     """

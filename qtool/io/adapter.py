@@ -83,7 +83,8 @@ class Adapter:
         name: its directory or hub id.
 
     Attributes:
-        config: of adapter_config.json. entries: its tensors, by name.
+        config: of adapter_config.json.
+        entries: its tensors, by name.
         hashes: sha256 of both files.
 
     Raises:

@@ -76,12 +76,15 @@ class Output:
     """Shards ``1..n`` of one run, in ``OUT.partial`` until :meth:`finish`.
 
     Args:
-        directory: OUT. identity: facts that must be the same for a run to be resumed, by name.
-        shards: their number. resume: continue an unfinished run.
+        directory: OUT.
+        identity: facts that must be the same for a run to be resumed, by name.
+        shards: their number.
+        resume: continue an unfinished run.
 
     Attributes:
-        records: of the shards that are written. finished: OUT is whole already. continued:
-            OUT.partial was there.
+        records: of the shards that are written.
+        finished: OUT is whole already.
+        continued: OUT.partial was there.
 
     Raises:
         QtoolError: OUT exists or is a link or a mount point, an unfinished run is there and

@@ -57,7 +57,9 @@ class RunRecord:
     """The record of the run that writes ``directory``.
 
     Args:
-        directory: OUT. identity: the job, as :class:`Output` has it. device: the run's.
+        directory: OUT.
+        identity: the job, as :class:`Output` has it.
+        device: the run's.
         continued: the run was started before; its attempts are kept if they are of this job.
     """
 

@@ -119,10 +119,12 @@ class Checkpoint:
     (:mod:`qtool.io.dequantize`): config and entries are those of the plain model.
 
     Attributes:
-        directory, config: the directory and the content of its config.json.
+        directory: the model's.
+        config: the content of its config.json.
         entries: every tensor by name.
         nbytes: of the tensors in the files.
-        published: the format of weights that are dequantized. adapter: one that is merged.
+        published: the format of weights that are dequantized.
+        adapter: one that is merged.
     """
 
     def __init__(self, directory: Path, adapter: "Adapter | None" = None) -> None:
@@ -375,7 +377,8 @@ def _conversion(directory: Path, more: str = "", how: str = "") -> str:
     """The command by which transformers makes a safetensors checkpoint of a directory.
 
     Args:
-        more: arguments that tell it what to read. how: and how to read the weights.
+        more: arguments of ``from_pretrained`` that say which file is read.
+        how: arguments that say how weights are read.
     """
     hub_id = provenance(directory).get("hub id")  # whose other weights were not downloaded
     model = hub_id or str(directory)

@@ -210,10 +210,8 @@ class Windows:
 class OutputJournal(Journal):
     """The journal of a continuation in a run's directory.
 
-    An entry is due a second after the last one, later where entries take long to write.
-
-    Args:
-        need, device: as the windows are drawn; entries that were drawn otherwise are dropped.
+    An entry is due a second after the last one, later where entries take long to write. Entries of
+    windows that were drawn with another ``need`` or on another ``device`` are dropped.
     """
 
     def __init__(self, output: Output, need: ContinuationMemory, device: str) -> None:

@@ -45,7 +45,8 @@ class Job(Architecture):
         dtype: of what is stored unpacked, and of the scales of what is packed.
         source_dtype: of the source's weights; another one where the result is cast.
         format: the native format of the result.
-        transforms, rounding: the recipe's methods, in order, with their options.
+        transforms: the recipe's transforms, in order, with their options.
+        rounding: the recipe's rounding, with its options.
         other_dtypes: of tensors that stay unpacked in another dtype than ``dtype``, by full name.
         unknown: tensors of the source that the family does not know, on ``meta``, which the last
             shard keeps bit for bit.

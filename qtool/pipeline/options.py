@@ -166,7 +166,8 @@ class QuantizeOptions(RecipeOverrides):
         It does where the model is quantized already and nothing but its layout is changed.
 
         Args:
-            recipe: of the run. text: what it is calibrated on.
+            recipe: of the run.
+            text: what it is calibrated on.
         """
         changes = (
             *(self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks),

@@ -39,8 +39,8 @@ class Calibration:
     """Calibration tokens and where they come from.
 
     Attributes:
-        tokens: batches ``[B, S]``. facts: where they come from; a run is resumed only where these
-            are the same.
+        tokens: batches ``[B, S]``.
+        facts: where they come from; a run is resumed only where these are the same.
     """
 
     tokens: Sequence[Tensor] = ()

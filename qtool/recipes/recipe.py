@@ -136,7 +136,8 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
     """Check ``data`` against the schema and build the recipe.
 
     Args:
-        where: what messages call it. variant: one of ``variants``; None where it has none.
+        where: what messages call it.
+        variant: one of ``variants``; None where it has none.
     """
     _require_known(data, KEYS, where)
     chosen: Mapping[str, Any] = data

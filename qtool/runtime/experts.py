@@ -42,8 +42,7 @@ class ExpertStack:
     ) -> Tensor:
         """``[P, N]`` in x's dtype, sorted by expert.
 
-        Args:
-            x, place, expert_offsets, fusion: of :class:`~qtool.kernels.experts.rows.ExpertRows`.
+        The arguments are those of :class:`~qtool.kernels.experts.rows.ExpertRows`.
         """
         assert self.kernel.experts is not None
         rows = (x, place, expert_offsets, fusion)
@@ -61,9 +60,12 @@ def grouped_experts(
     """``[T, N]`` in x's dtype.
 
     Args:
-        x: ``[T, K]``. weights, ids: ``[T, k]``, of each token's experts.
+        x: ``[T, K]``.
+        weights: ``[T, k]``, of each token's experts.
+        ids: ``[T, k]``, of each token's experts.
         expert_map: the place in the stacks of each id, -1 for those of other ranks; None: the ids.
-        gate_up: ``2 I`` output channels an expert, gate's, then up's. down: ``I`` input channels.
+        gate_up: ``2 I`` output channels an expert, gate's, then up's.
+        down: ``I`` input channels.
     """
     from qtool.kernels.experts.combine import combine_experts
     from qtool.kernels.experts.route import route_experts

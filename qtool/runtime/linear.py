@@ -37,9 +37,11 @@ class QuantLinear(nn.Module):
     """``y = x W^T + bias`` by the scheme's own arithmetic (int8 x int8 -> int32 where it is one).
 
     Args:
-        in_features, out_features: K and N.
+        in_features: K.
+        out_features: N.
         format: scheme, layout and scale dtype of the stored tensors.
-        bias, permuted: whether there is a bias; whether the input is gathered first.
+        bias: whether there is a bias.
+        permuted: whether the input is gathered first.
         dtype: dtype of bias and output.
     """
 

@@ -82,8 +82,10 @@ def attend(
     """``[B, Hq, D]``: attention of ``query [B, Hq, D]`` over a range of ``key`` and ``value``.
 
     Args:
-        key, value: ``[tokens, H, D]`` of all sequences, contiguous.
-        starts, used: int32, the first token of each range and, ``[B]``, the number of its tokens.
+        key: ``[tokens, H, D]`` of all sequences, contiguous.
+        value: as ``key``.
+        starts: int32, the first token of each range.
+        used: int32 ``[B]``, the number of tokens of each range.
         scaling: of the scores; None: ``1 / sqrt(D)``.
     """
     (batch, queries, d), heads = query.shape, key.shape[1]

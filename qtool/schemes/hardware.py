@@ -21,8 +21,10 @@ class Gpu:
     """A GPU's arithmetic per SM and clock cycle, dense, a multiply-add counting as two.
 
     Args:
-        int4, int8: tensor-core ops; ``int4`` is None where the instruction is emulated.
-        fp32: CUDA-core ops. source: where the numbers come from.
+        int4: tensor-core ops; None where the instruction is emulated.
+        int8: tensor-core ops.
+        fp32: CUDA-core ops.
+        source: where the numbers come from.
     """
 
     name: str

@@ -61,8 +61,9 @@ class Served:
     """One engine at one batch size.
 
     Attributes:
-        step_ms: one decode step of the batch. prefill: prompt tokens a second. request: generated
-            tokens a second of whole requests, prefill included.
+        step_ms: one decode step of the batch.
+        prefill: prompt tokens a second.
+        request: generated tokens a second of whole requests, prefill included.
     """
 
     engine: str
@@ -155,7 +156,8 @@ def bench_model(
     """:func:`bench_serve` of a native checkpoint by its name: as data, and as a table.
 
     Args:
-        batches: as texts. memory: in GB.
+        batches: as texts.
+        memory: in GB.
 
     Raises:
         QtoolError: as :func:`bench_serve`, or a batch or a memory that is no positive number.

@@ -69,7 +69,8 @@ def require_kernel(
     """The first kernel that takes a weight ``[n, k]``.
 
     Args:
-        capability: of the GPU; None: of any. dtype: of the activations; None: any.
+        capability: of the GPU; None: of any.
+        dtype: of the activations; None: any.
 
     Raises:
         QtoolError: naming the layer, and what would be taken.

@@ -64,7 +64,8 @@ def require_shares(
 
     Args:
         outputs: output channels, on one rank, of each linear that the layer joins.
-        k: input channels on one rank. ranks: among how many the input channels are cut.
+        k: input channels on one rank.
+        ranks: among how many the input channels are cut.
 
     Raises:
         QtoolError: naming the layer; one sentence.

@@ -53,7 +53,8 @@ class Answer:
 
     Attributes:
         scores: log-probabilities ``[P, S - 1]`` of the prompts' tokens after the first.
-        tokens: greedy continuations ``[P, T]``. gaps: how far apart the two best logits were.
+        tokens: greedy continuations ``[P, T]``.
+        gaps: how far apart the two best logits were.
         noise: ``[P, S - 1]``, by how much ``scores`` differ in float32.
     """
 
@@ -74,8 +75,8 @@ def verify_in_vllm(
     """Check what vLLM makes of the native checkpoint in ``directory``.
 
     Args:
-        prompts: token ids, all of one length; 8 of 64 random ids by default. tokens: generated for
-            each.
+        prompts: token ids, all of one length; 8 of 64 random ids by default.
+        tokens: how many are generated for each prompt.
         compiled: as vLLM serves by default, with torch.compile and CUDA graphs; else eagerly.
         tensor_parallel: GPUs that vLLM splits the model over. A layer of several ranks is not a
             layer of ours, so with more than one only kernels and answers are compared.

@@ -109,7 +109,8 @@ class SimulatedLinear(nn.Module):
     """Computes as the quantized linear will, on dequantized numbers and on any device.
 
     Args:
-        linear: the one whose place it takes. weight: the dequantized one ``[N, K]``.
+        linear: the one whose place it takes.
+        weight: the dequantized one ``[N, K]``.
     """
 
     def __init__(

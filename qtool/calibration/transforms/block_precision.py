@@ -36,7 +36,8 @@ class BlockCosts:
     Attributes:
         cost: ``[K/128]``, of each block of 128 channels, by falling magnitude of the channels.
         work: of one block.
-        least, most: how many blocks must and may have 8 bits.
+        least: how many blocks must have 8 bits.
+        most: how many blocks may have 8 bits.
     """
 
     cost: Tensor

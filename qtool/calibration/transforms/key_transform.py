@@ -91,8 +91,10 @@ def fit(
         keys: a sample ``[Hkv, T, D]`` of the keys after RoPE, less their mean.
         power: mean square ``[Hkv, D]`` of the queries that meet them, summed over a kv head's query
             heads.
-        start: factors to begin with. phases: ``[C, Hkv, R/2]``, likewise.
-        shared: one factor for all heads. turns: a phase can be folded too.
+        start: factors ``[Hkv, D]`` to begin with.
+        phases: phases ``[C, Hkv, R/2]`` to begin with.
+        shared: all heads get one factor.
+        turns: phases are learned too.
     """
     half, keys = phases.shape[2], keys.float()
     log = start.log()

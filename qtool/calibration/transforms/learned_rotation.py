@@ -86,7 +86,9 @@ class GroupedRows:
     """Rows of a weight, or of its inputs, and in what groups they are quantized.
 
     Attributes:
-        values: ``[M, K]``. group: channels of a group. ranges: the groups have zero points.
+        values: ``[M, K]``.
+        group: channels of a group.
+        ranges: the groups have zero points.
     """
 
     values: Tensor
@@ -105,7 +107,9 @@ def learn(
     """``Q [h, n, n]``, float64, from the orthogonal ``start [h, n, n]``.
 
     Args:
-        steps: of Adam. inputs: of the weights; none: the axes. keeps_ones: of :func:`descend`.
+        steps: steps of Adam.
+        inputs: inputs of the weights; if there are none, the axes take their place.
+        keeps_ones: as :func:`descend` takes it.
     """
     matrices, order = start.shape[:2]
     device = weights[0].values.device
@@ -146,7 +150,8 @@ def descend(
     """``Q [h, n, n]``, float64, from the orthogonal ``start [h, n, n]``, on its device.
 
     Args:
-        steps: of Adam. gradient_of: the gradient ``[h, n, n]`` in Q of a step, by its number.
+        steps: of Adam.
+        gradient_of: the gradient ``[h, n, n]`` in Q of a step, by its number.
         keeps_ones: ``ones Q = ones``, as LayerNorm needs, if it is so at the start: each step Y has
             rows and columns whose sums are 0.
     """

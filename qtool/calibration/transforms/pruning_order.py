@@ -26,7 +26,8 @@ def pruning_order(
     """The order ``[K]`` of the channels of ``importance [M, K]``.
 
     Args:
-        sparsity: ``(n, m)``: n of m stay. seed: of the pairs that are tried.
+        sparsity: ``(n, m)``: n of m stay.
+        seed: of the pairs that are tried.
     """
     n, m = sparsity
     device, half = importance.device, importance.shape[1] // m // 2

@@ -271,7 +271,8 @@ def best_factors(
         stacks: scheme and weights ``[S, N, K]`` float32 of all linears of the one group, or of the
             only linear of each of S = E; one after another, so that an iterator holds one of them.
         x: samples ``[E, T, K]``, zeros behind the ``tokens`` of each.
-        x_amax, w_amax: ``[E, K]``.
+        x_amax: ``[E, K]``, the largest input of each channel.
+        w_amax: ``[E, K]``, the largest weight of each channel.
         grid: ``[C, 2]``.
         start: ``[E, K]``, the factors that a channel has beside the searched ones; None: 1.
     """

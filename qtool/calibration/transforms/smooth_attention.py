@@ -38,8 +38,9 @@ class KeyObserver:
     """Collects keys after RoPE, in the place of a KV cache.
 
     Attributes:
-        amax, total: largest magnitude and sum of each channel so far, ``[Hkv, D]``.
-        tokens: in that sum: of a batch that was halved while it ran, some are in it twice.
+        amax: the largest magnitude of each channel so far, ``[Hkv, D]``.
+        total: the sum of each channel so far, ``[Hkv, D]``.
+        tokens: in ``total``: of a batch that was halved while it ran, some are in it twice.
         kept: a random ``share`` of the tokens, one at least, ``[Hkv, T, D]`` each time.
     """
 

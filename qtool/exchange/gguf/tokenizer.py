@@ -63,11 +63,14 @@ NO_TOKENIZER = (
 
 @dataclass(frozen=True)
 class Splitter:
-    """What llama.cpp calls a tokenizer's rule.
+    """How llama.cpp splits text as a tokenizer does.
 
     Attributes:
-        model, pre: its names. scores: of SentencePiece's pieces, by piece.
-        prefix: a space is put before the text. cautions: what llama.cpp does otherwise.
+        model: ``tokenizer.ggml.model``.
+        pre: ``tokenizer.ggml.pre``.
+        scores: of SentencePiece's pieces, by piece.
+        prefix: a space is put before the text.
+        cautions: what llama.cpp does otherwise.
     """
 
     model: str

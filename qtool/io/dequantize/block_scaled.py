@@ -36,7 +36,9 @@ class BlockScaled(Computed):
     A third, ``[1]``, is a divisor of the scales.
 
     Attributes:
-        shape: ``[N, K]``, of a matrix of a stack too. block: ``[bn, bk]``. dtype: of the weight.
+        shape: ``[N, K]``, of a matrix of a stack too.
+        block: ``[bn, bk]``.
+        dtype: of the weight.
         transposed: the tensor is ``W.T``.
     """
 

@@ -18,7 +18,8 @@ class Weight:
     """A weight of which a checkpoint stores codes and scales.
 
     Attributes:
-        name: of the weight in the plain model. entry: how to read it.
+        name: of the weight in the plain model.
+        entry: how to read it.
         stored: names of the tensors that it is made of.
     """
 

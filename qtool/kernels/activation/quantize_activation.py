@@ -52,7 +52,8 @@ class QuantizeActivation(NamedTuple):
         x: ``[M, K]``, float32, float16 or bfloat16; ``silu-up``: ``[M, 2 K]``, the gate's outputs,
             then up's.
         order: int32 ``[K]``, the input channel of each code (a stored permutation), or ``None``.
-        norm: RMSNorm's weight ``[K]`` in x's dtype, for ``rms-norm``. epsilon: RMSNorm's.
+        norm: RMSNorm's weight ``[K]`` in x's dtype, for ``rms-norm``.
+        epsilon: RMSNorm's.
         fusion: ``none``, ``rms-norm`` or ``silu-up``.
         rotated: rotate it before it is quantized; K is a multiple of 64 then.
 

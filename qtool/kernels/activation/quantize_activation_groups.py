@@ -41,11 +41,10 @@ GROUP_SIZES = (32, 64, 128, 256, 512, 1024, None)
 class QuantizeActivationGroups(NamedTuple):
     """Codes int8 ``[M, K]`` and scales float32 ``[G, M4]`` of an input.
 
-    M4 is M rounded up to a multiple of 4, padded with 1.
+    M4 is M rounded up to a multiple of 4, padded with 1. ``x``, ``order``, ``norm``, ``fusion`` and
+    ``epsilon`` are as of :func:`~qtool.kernels.activation.quantize_activation.quantize_activation`.
 
     Args:
-        x, order, norm, fusion, epsilon: as of
-            :func:`~qtool.kernels.activation.quantize_activation.quantize_activation`.
         eight_bit: uint8 ``[G]``, 1 for the groups of 8-bit codes, or ``None``: there are none.
         group_size: channels that share a scale, 32 to 1024, or ``None``: all of them.
         arrangement: ``none``, or the layout of the weight (``apex4``, ``w4ax-interleaved``) whose

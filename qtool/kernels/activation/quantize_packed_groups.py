@@ -38,12 +38,10 @@ def builds() -> Iterator[Build]:
 class QuantizePackedGroups(NamedTuple):
     """Codes uint8 ``[M, K/2]`` and scales float32 ``[G, M4]`` of an input.
 
-    :func:`pack_tokens` states the order; with ``eight_bit`` the codes are ``[M, K]``.
+    :func:`pack_tokens` states the order; with ``eight_bit`` the codes are ``[M, K]``, and a group
+    is a block of 128. All arguments but ``layout`` are as of :func:`quantize_activation_groups`.
 
     Args:
-        x, order, norm, eight_bit, fusion, epsilon, group_size: as of
-            :func:`quantize_activation_groups`; a group is a block of 128 where ``eight_bit`` is
-            given.
         layout: of the weight, ``apex4`` or ``w4ax-interleaved``.
 
     Raises:

@@ -32,10 +32,12 @@ OP, FUSION = "quantize_residual_norm", "residual-norm"
 class QuantizeResidualNorm(NamedTuple):
     """Codes int8 ``[M, K]``, scales float32 ``[M]``, sums int32 ``[M]``, and ``x + residual``.
 
+    ``order``, ``norm`` and ``epsilon`` are as of
+    :func:`~qtool.kernels.activation.quantize_activation.quantize_activation`.
+
     Args:
-        x, residual: ``[M, K]`` of one dtype, float32, float16 or bfloat16.
-        order, norm, epsilon: as of
-            :func:`~qtool.kernels.activation.quantize_activation.quantize_activation`.
+        x: ``[M, K]``, float32, float16 or bfloat16.
+        residual: ``[M, K]`` in the dtype of ``x``.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.

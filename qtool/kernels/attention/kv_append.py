@@ -38,7 +38,8 @@ class KvAppend(NamedTuple):
     Args:
         x: ``[B, H, t, D]``, float32, float16 or bfloat16, channels adjacent.
         codes: kv4 uint8 ``[B, H, C, D/2]``, kv8 int8 ``[B, H, C, D]``.
-        scale, zero: kv4: float16 ``[B, H, C, 1]``.
+        scale: kv4: float16 ``[B, H, C, 1]``.
+        zero: kv4: float16 ``[B, H, C, 1]``.
         channel: float32 ``[H, D]``; kv8's scales; kv4: what a squared error of each channel counts,
             None: all alike.
         tokens: of every sequence afterwards, or the most of any if there are ``lengths``.

@@ -32,12 +32,15 @@ class KvAppendPaged(NamedTuple):
     """Write keys and values to their slots, in place.
 
     Args:
-        key, value: float16 or bfloat16 ``[T, H, D]`` with any strides between tokens and heads.
+        key: float16 or bfloat16 ``[T, H, D]`` with any strides between tokens and heads.
+        value: as ``key``.
         pages: uint8 ``[N, H, head_bytes]`` (:mod:`qtool.kernels.attention.paged_cache`).
         slots: int64 ``[T]``; below 0: the token is not stored.
-        k_scale, v_scale: kv8: float32 ``[H, D]``; kv4: None.
-        k_offset, k_importance: kv4: float32 ``[H, D]``, as :class:`qtool.schemes.kv.KV4` takes
-            them for keys, or None.
+        k_scale: kv8: float32 ``[H, D]``, of keys; kv4: None.
+        v_scale: kv8: float32 ``[H, D]``, of values; kv4: None.
+        k_offset: kv4: float32 ``[H, D]``, as :class:`qtool.schemes.kv.KV4` takes it for keys, or
+            None.
+        k_importance: as ``k_offset``.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.

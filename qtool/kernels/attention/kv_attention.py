@@ -38,15 +38,17 @@ class KvAttention(NamedTuple):
 
     Args:
         query: float16 or bfloat16 ``[B, Hq, Tq, D]``; Hq a multiple of H, D of 16, up to 256.
-        k_codes, v_codes: kv4 uint8 ``[B, H, C, D/2]``, kv8 int8 ``[B, H, C, D]``; C a multiple of
-            64.
-        k_scale, v_scale: kv4 float16 ``[B, H, C, 1]``, kv8 float32 ``[H, D]``.
-        k_zero, v_zero: kv4 float16 ``[B, H, C, 1]``, kv8 None.
+        k_codes: kv4 uint8 ``[B, H, C, D/2]``, kv8 int8 ``[B, H, C, D]``; C a multiple of 64.
+        v_codes: as ``k_codes``.
+        k_scale: kv4 float16 ``[B, H, C, 1]``, kv8 float32 ``[H, D]``.
+        v_scale: as ``k_scale``.
+        k_zero: kv4 float16 ``[B, H, C, 1]``, kv8 None.
+        v_zero: as ``k_zero``.
         tokens: of every sequence, or the most of any if there are ``lengths``.
         lengths: int32 ``[B]`` tokens of each sequence, or None.
         mask: bool ``[B, Tq, M]``, False hides, and so are tokens from M on; or None.
-        scaling: of the scores. softcap: scores become ``softcap * tanh(score / softcap)``; 0: they
-            do not.
+        scaling: of the scores.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0: they do not.
         window: a query sees only its last ``window`` tokens, itself included; 0: all.
 
     Raises:
@@ -160,7 +162,8 @@ class Launch(NamedTuple):
     Attributes:
         query: ``[B, Hq, Tq, D]``, contiguous but for the distance between sequences.
         parts: codes, scales and zero points of keys, then of values; paged: the pages first.
-        table, page_bytes: paged: see :mod:`qtool.kernels.attention.paged_cache`.
+        table: paged: int32 ``[B, M]``, the pages of each sequence.
+        page_bytes: paged: see :mod:`qtool.kernels.attention.paged_cache`.
         fewest: paged: splits that take part at least.
         shift: float32 ``[B, Hq, Tq]``, added to all scores of a row before the cap.
     """

@@ -26,17 +26,19 @@ OP = "kv_attention_paged"
 class KvAttentionPaged(NamedTuple):
     """Write the attention of one query a sequence, its last token, to ``out``.
 
+    ``scaling``, ``softcap`` and ``window`` are as of ``kv_attention``.
+
     Args:
         query: float16 or bfloat16 ``[B, Hq, D]``; tokens may lie apart.
         pages: uint8 ``[N, H, head_bytes]``.
         table: int32 ``[B, M]``, the pages of each sequence; rows may lie apart.
         lengths: int32 ``[B]`` tokens of each sequence, the query's included; 0 gives zeros.
-        k_scale, v_scale: kv8: float32 ``[H, D]``; kv4: None.
+        k_scale: kv8: float32 ``[H, D]``, of keys; kv4: None.
+        v_scale: kv8: float32 ``[H, D]``, of values; kv4: None.
         k_offset: kv4: float32 ``[H, D]`` that the keys' codes leave out, or None: nothing. It moves
             all scores of a query alike, so only a soft cap notices.
         out: ``[B, Hq, D]`` in the query's dtype.
         tokens: the most of any sequence, now and in replays.
-        scaling, softcap, window: as of ``kv_attention``.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or number of tokens; one sentence.

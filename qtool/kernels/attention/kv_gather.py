@@ -33,14 +33,18 @@ PARAMETERS = struct.Struct("<11Q5q6i")
 class KvGather(NamedTuple):
     """Fill the first ``total`` rows of ``keys`` and ``values``.
 
+    ``pages``, ``table``, ``k_scale``, ``v_scale`` and ``k_offset`` are as of
+    ``kv_attention_paged``.
+
     Args:
-        key, value: new tokens, float16 or bfloat16 ``[T, H, D]``, sequence by sequence.
-        pages, table, k_scale, v_scale, k_offset: as of ``kv_attention_paged``.
+        key: of the new tokens, float16 or bfloat16 ``[T, H, D]``, sequence by sequence.
+        value: as ``key``.
         starts: int32 ``[B + 1]``, where each sequence starts in ``keys``; the last is ``total``.
         fresh: int32 ``[B + 1]``, where its new tokens start in ``key``.
         cached: int32 ``[B]``, how many of its tokens are read from the pages; at least those that
             are not new.
-        keys, values: ``[R, H, D]`` in the new tokens' dtype.
+        keys: ``[R, H, D]`` in the dtype of ``key``.
+        values: as ``keys``.
         total: rows to fill.
         window: tokens that no query of this window sees become zeros; 0: there is none.
 

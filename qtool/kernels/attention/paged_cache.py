@@ -39,7 +39,8 @@ class PagedCache:
         op: who asks, for messages.
         pages: uint8 ``[N, H, head_bytes]``; pages may lie apart.
         dim: D.
-        k_scale, v_scale: kv8: float32 ``[H, D]``; kv4: None.
+        k_scale: kv8: float32 ``[H, D]``, of keys; kv4: None.
+        v_scale: kv8: float32 ``[H, D]``, of values; kv4: None.
     """
 
     op: str

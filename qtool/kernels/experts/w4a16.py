@@ -60,8 +60,10 @@ class W4A16ExpertsGemm(NamedTuple):
     Args:
         x: float16 or bfloat16 ``[P, K]``, sorted by expert.
         expert_offsets: int32 ``[E + 1]``, as :func:`route_experts` gives them.
-        qweight, scale: ``[E, J, K/16, 2 N/J]`` and ``[E, J, G, N/J]``: an expert's weight is J of
-            :func:`w4a16_gemm`'s, whose outputs follow one another. out_dtype: its.
+        qweight: ``[E, J, K/16, 2 N/J]``: an expert's weight is J of :func:`w4a16_gemm`'s, whose
+            outputs follow one another.
+        scale: ``[E, J, G, N/J]``, of those J parts.
+        out_dtype: as :func:`w4a16_gemm` takes it.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or GPU; one sentence.

@@ -32,13 +32,15 @@ def builds() -> Iterator[Build]:
 class W4A8ExpertsGemm(NamedTuple):
     """``Y [P, N]``: rows ``expert_offsets[e]`` to ``expert_offsets[e + 1]`` by expert e's weight.
 
-    Rows beyond the last expert's are left as they are.
+    Rows beyond the last expert's are left as they are. ``qweight``, ``s1``, ``s2``, ``offset`` and
+    ``zero`` are those of E calls of :func:`w4a8_gemm`, stacked; ``scheme``, ``group_size`` and
+    ``out_dtype`` are as there.
 
     Args:
-        x, sx, token_sum: codes int8 ``[P, K]``, scales and sums ``[P]``, sorted by expert.
+        x: codes int8 ``[P, K]``, sorted by expert.
+        sx: scales of the tokens ``[P]``.
         expert_offsets: int32 ``[E + 1]``, as :func:`route_experts` gives them.
-        qweight, s1, s2, offset, zero: E of :func:`w4a8_gemm`'s, stacked. scheme, group_size,
-            out_dtype: its.
+        token_sum: sums of the tokens' codes ``[P]``.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device, scheme or GPU; one sentence.

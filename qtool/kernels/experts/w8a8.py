@@ -28,9 +28,12 @@ class W8A8ExpertsGemm(NamedTuple):
     Rows beyond the last expert's are left as they are.
 
     Args:
-        x, sx: codes int8 ``[P, K]`` and scales ``[P]``, sorted by expert.
+        x: codes int8 ``[P, K]``, sorted by expert.
+        sx: scales of the tokens ``[P]``.
         expert_offsets: int32 ``[E + 1]``, as :func:`route_experts` gives them.
-        weight, scale: int8 ``[E, N, K]`` and ``[E, N]``. out_dtype: :func:`w8a8_gemm`'s.
+        weight: int8 ``[E, N, K]``.
+        scale: ``[E, N]``.
+        out_dtype: as :func:`w8a8_gemm` takes it.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or GPU; one sentence.

@@ -124,8 +124,9 @@ class Plan:
     Whatever is the same for every call is computed here once. Checks are the op's.
 
     Args:
-        shape: M, N and K. experts: of how many weights ``[N, K]`` the rows lie in ``weight`` one
-            after another, each for its own tokens; None: it is one.
+        shape: M, N and K.
+        experts: of how many weights ``[N, K]`` the rows lie in ``weight`` one after another, each
+            for its own tokens; None: it is one.
     """
 
     def __init__(

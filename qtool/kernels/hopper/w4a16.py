@@ -31,7 +31,8 @@ def operand(
 
     Args:
         group: input channels a scale; 0 where it is the whole channel's.
-        x, scale: dtypes of the tokens and the scales.
+        x: dtype of the tokens.
+        scale: dtype of the scales.
         sparse: the weight is 2:4 sparse, in layout marlin-24.
     """
     step = 64 if tokens > 128 else 128  # input channels of a stage: else two of them fill the ring

@@ -65,17 +65,20 @@ class W4A8Gemm(NamedTuple):
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
 
     Args:
-        x, sx: codes int8 ``[M, K]`` and scales float32 ``[M]`` of the tokens.
+        x: codes of the tokens, int8 ``[M, K]``.
+        sx: scales of the tokens, float32 ``[M]``.
         qweight: codes in the dual-MMA layout.
         s1: scale per output channel ``[N]``, float32, float16 or bfloat16.
-        s2: level-2 scales 1..16. offset: LiquidQuant's ``a = 128 + lo``. zero: QoQ's zero points,
-            per group like ``s2`` or per channel ``[N]``. A scheme's other parameters are ``None``.
+        s2: level-2 scales 1..16; ``None`` for ``w4a8-qoq``.
+        offset: LiquidQuant's ``a = 128 + lo``; ``None`` for QoQ.
+        zero: QoQ's zero points, per group like ``s2`` or per channel ``[N]``; ``None`` for
+            LiquidQuant.
         token_sum: ``sum_k x[m, k]``, int32 ``[M]``, as :func:`quantize_activation` returns it: the
             kernel's weights are unsigned, 128 (or the zero point) too large, and this takes the
             difference off.
         bias: ``[N]``, float32, float16 or bfloat16.
-        scheme, group_size: ``w4a8-lqq`` or ``w4a8-qoq-g128`` with 32, 64, 128; ``w4a8-qoq`` with
-            ``None``.
+        scheme: ``w4a8-lqq``, ``w4a8-qoq-g128`` or ``w4a8-qoq``.
+        group_size: 32, 64 or 128; ``None`` for ``w4a8-qoq``.
         out_dtype: bfloat16, float16, float32, or int32 for the bare sums v.
 
     Raises:

@@ -73,9 +73,11 @@ class W4AxGemm(NamedTuple):
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
 
     Args:
-        x, sx: codes and scales as :func:`quantize_activation_groups` returns them for ``layout``.
+        x: codes as :func:`quantize_activation_groups` returns them for ``layout``.
+        sx: the scales that it returns with them.
         qweight: codes in ``layout``, ``apex4`` or ``w4ax-interleaved``.
-        scale: ``[G, N]``, bias: ``[N]`` or ``None``; float32, float16 or bfloat16.
+        scale: ``[G, N]``, float32, float16 or bfloat16.
+        bias: ``[N]``, float32, float16 or bfloat16, or ``None``.
         group_size: input channels that share a scale, 32 to 1024, or ``None``: all of them.
         out_dtype: bfloat16, float16, float32, or int32 for the bare sums of codes over all of K.
 

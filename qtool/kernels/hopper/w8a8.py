@@ -31,10 +31,11 @@ class W8A8Gemm(NamedTuple):
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and an int8 weight.
 
     Args:
-        x, sx: codes int8 ``[M, K]`` and scales float32 ``[M]`` of the tokens.
+        x: codes of the tokens, int8 ``[M, K]``.
+        sx: scales of the tokens, float32 ``[M]``.
         weight: codes int8 ``[N, K]``, row-major; N and K multiples of 64.
-        scale: per output channel ``[N]``, float32, float16 or bfloat16. bias: ``[N]`` of those, or
-            ``None``.
+        scale: per output channel ``[N]``, float32, float16 or bfloat16.
+        bias: ``[N]`` of those, or ``None``.
         out_dtype: bfloat16, float16, float32, or int32 for the bare sums v.
 
     Raises:

@@ -46,8 +46,8 @@ class W4A16Gemm(NamedTuple):
     Args:
         x: tokens, float16 or bfloat16 ``[M, K]``, K a multiple of 128.
         qweight: int32 ``[K/16, 2 N]``, N a multiple of 64.
-        scale: ``[G, N]`` or ``[1, N]``, float32, float16 or bfloat16. bias: ``[N]`` of those, or
-            ``None``.
+        scale: ``[G, N]`` or ``[1, N]``, float32, float16 or bfloat16.
+        bias: ``[N]`` of those, or ``None``.
         out_dtype: bfloat16, float16 or float32.
 
     Raises:
@@ -85,8 +85,8 @@ class W4A16SparseGemm(NamedTuple):
     """The same for a 2:4 sparse weight in the marlin-24 layout.
 
     Args:
-        qweight: the kept codes, int32 ``[K/32, 2 N]``, N a multiple of 128. metadata: their
-            positions, int16.
+        qweight: the kept codes, int32 ``[K/32, 2 N]``, N a multiple of 128.
+        metadata: their positions, int16.
     """
 
     x: Tensor

@@ -55,16 +55,19 @@ def builds() -> Iterator[Build]:
 class W4A8MmaGemm(NamedTuple):
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
 
+    ``s2``, ``offset`` and ``zero`` are the level-2 parameters as the compute-aware layout stores
+    them.
+
     Args:
-        x, sx: codes int8 ``[M, K]`` and scales float32 ``[M]`` of the tokens.
-        qweight, s2, offset, zero: codes and level-2 parameters as the compute-aware layout stores
-            them.
+        x: codes of the tokens, int8 ``[M, K]``.
+        sx: scales of the tokens, float32 ``[M]``.
+        qweight: codes as the compute-aware layout stores them.
         s1: scale per output channel ``[N]``, float32, float16 or bfloat16.
         token_sum: ``sum_k x[m, k]``, int32 ``[M]``, which QoQ per channel multiplies by its zero
             points ``[N]``.
         bias: ``[N]``, float32, float16 or bfloat16.
-        scheme, group_size: ``w4a8-lqq`` or ``w4a8-qoq-g128`` with 32, 64, 128; ``w4a8-qoq`` with
-            ``None``.
+        scheme: ``w4a8-lqq``, ``w4a8-qoq-g128`` or ``w4a8-qoq``.
+        group_size: 32, 64 or 128; ``None`` for ``w4a8-qoq``.
         out_dtype: bfloat16, float16, float32, or int32 for the bare sums.
 
     Raises:

@@ -74,9 +74,11 @@ class W4AxMmaGemm(NamedTuple):
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
 
     Args:
-        x, sx: codes and scales as :func:`quantize_packed_groups` returns them for ``layout``.
+        x: codes as :func:`quantize_packed_groups` returns them for ``layout``.
+        sx: the scales that it returns with them.
         qweight: codes in ``layout``, ``apex4`` or ``w4ax-interleaved``.
-        scale: ``[G, N]``, bias: ``[N]`` or ``None``; float32, float16 or bfloat16.
+        scale: ``[G, N]``, float32, float16 or bfloat16.
+        bias: ``[N]``, float32, float16 or bfloat16, or ``None``.
         eight_bit: uint8 ``[K/128]``, 1 where a block's tokens have 8 bits, or ``None``: nowhere.
         group_size: input channels that share a scale, 32 to 1024, or ``None``: all; 128 with
             ``eight_bit``.

@@ -28,8 +28,10 @@ class Calls:
         names: of all modules.
 
     Attributes:
-        numbers: of the blocks. last: the root of the last block's output; None before the first.
-        norm_inputs: of the norms that run. muted: of the blocks that run.
+        numbers: of the blocks.
+        last: the root of the last block's output; None before the first.
+        norm_inputs: of the norms that run.
+        muted: of the blocks that run.
         given_more: the kinds of which a block was recorded that was given more.
     """
 

@@ -14,8 +14,8 @@ class DiskNames:
     """The names on disk of the tensors of all blocks.
 
     Attributes:
-        names: by those in the model, where they differ. rows: of tensors that loaders make of
-            rows of others, those rows.
+        names: names on disk by names in the model, where they differ.
+        rows: of tensors that loaders make of rows of others, those rows.
     """
 
     def __init__(self, model: RecordedModel) -> None:

@@ -12,7 +12,8 @@ class FusedLinears:
     """Fused linears of a block that a fold or its attention needs the parts of.
 
     Attributes:
-        parts: of each linear by name, with their rows in words. by_head: rows go by kv head.
+        parts: of each linear, by its name, the parts and their rows in words.
+        by_head: rows go by kv head.
     """
 
     def __init__(self, block: RecordedBlock) -> None:

@@ -20,11 +20,14 @@ class Recorded:
 
     Attributes:
         text: the name of the module that was run, :attr:`~qtool.models.family.Family.text`.
-        blocks: the module list of its blocks. embedding, head: the modules' names.
+        blocks: the module list of its blocks.
+        embedding: the name of the embedding's module.
+        head: the name of the head's module.
         start: facts of what enters the first block.
         outputs: how long a tuple the blocks return; 0 for a bare tensor.
         passes: what else blocks use of those before, as :attr:`~qtool.models.family.Family.passes`.
-        handed: the most of it that a block was given. width: numbers a token of the hidden states.
+        handed: the most of it that a block was given.
+        width: numbers a token of the hidden states.
         impure: why a block's arguments depend on earlier blocks, if they do.
         like: for each block the first one of the same modules and settings, which alone is
             recorded.

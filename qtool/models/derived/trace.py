@@ -13,7 +13,8 @@ class Read:
     """A linear map by a 2-D parameter that was called.
 
     Attributes:
-        weight: the parameter's name. module: the module that was running.
+        weight: the parameter's name.
+        module: the module that was running.
         root: a number that inputs share if they are the same values in the same order.
         facts: of the input.
     """

@@ -109,8 +109,10 @@ class ContinuationMemory:
     Attributes:
         pieces: of all windows, each of ``length`` tokens, of which the text gives ``given``.
         batch_size: pieces that are continued side by side.
-        parameters: of the model. weights: bytes.
-        cache: bytes of keys and values of a batch. working: bytes beside them.
+        parameters: how many numbers the model has.
+        weights: bytes of the model's weights.
+        cache: bytes of keys and values of a batch.
+        working: bytes of everything else.
         rounded: the model's weights are those of :data:`ROUNDED_SCHEME`.
     """
 

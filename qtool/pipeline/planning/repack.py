@@ -26,7 +26,8 @@ def plan_repack(directory: Path, recipe: Recipe, layout: str | None = None) -> P
     """The plan of importing the quantized checkpoint in ``directory``.
 
     Args:
-        recipe: that a model in 16 bits would be quantized by. layout: of every linear.
+        recipe: that a model in 16 bits would be quantized by.
+        layout: of every linear.
 
     Raises:
         QtoolError: what :func:`qtool.exchange.import_.import_checkpoint` refuses, or a directory

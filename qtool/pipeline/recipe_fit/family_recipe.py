@@ -36,7 +36,8 @@ def for_tied_head(recipe: Recipe, family: Family, head_bytes: int, untied_bytes:
     recipe is as it was, and says what the head takes.
 
     Args:
-        head_bytes: of the head. untied_bytes: of the checkpoint with it.
+        head_bytes: of the head.
+        untied_bytes: of the checkpoint with it.
     """
     tied_bytes = untied_bytes - head_bytes
     more = f"{bytes_text(head_bytes)} ({head_bytes / tied_bytes:.0%}) more"

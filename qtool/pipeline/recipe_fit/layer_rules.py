@@ -14,7 +14,8 @@ def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
     """Check that each rule of ``recipe`` is the first to match some linear of the model.
 
     Args:
-        names: full names of the linears that may be quantized. example: one of them.
+        names: full names of the linears that may be quantized.
+        example: one of them.
 
     Raises:
         QtoolError: naming a rule that matches none, or none that earlier rules leave.

@@ -78,7 +78,8 @@ class Activations:
     """Makes batches that live in one place.
 
     Args:
-        place: a key of :data:`PLACES`. dtype: they are kept in; None: as they come.
+        place: a key of :data:`PLACES`.
+        dtype: dtype in which they are kept; None: as they come.
         directory: for the file of each batch, if ``place`` is ``disk``.
         room: bytes of the device for them, if ``place`` is ``both``.
     """

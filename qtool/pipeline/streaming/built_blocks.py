@@ -54,10 +54,11 @@ class BuiltBlocks:
     Args:
         tokens: calibration token batches ``[B, S]`` of all ranks; empty if no method looks at
             activations.
-        activations: where the batches are kept. snapshots: writes them to disk block by block.
-        start: the first block that anything is computed of. kept: this rank's inputs of it on disk,
-            by path and number of the batch (:mod:`~qtool.pipeline.streaming.snapshots`); without
-            them ``start`` is 0.
+        activations: where the batches are kept.
+        snapshots: writes them to disk block by block.
+        start: the first block that anything is computed of.
+        kept: this rank's inputs of it on disk, by path and number of the batch
+            (:mod:`~qtool.pipeline.streaming.snapshots`); without them ``start`` is 0.
         phases: where time is recorded.
     """
 
@@ -162,7 +163,8 @@ class BuiltBlocks:
         """Transform and round block ``index``; returns what it stores, in the order of ``spec``.
 
         Args:
-            following: the block whose weights are read meanwhile. notes: are filled.
+            following: the block whose weights are read meanwhile.
+            notes: the notes that are filled.
         """
         job, prefix = self.job, self.job.full(index, "")
         block, formats = self._transformed(index, following, notes)

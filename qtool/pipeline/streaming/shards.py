@@ -76,7 +76,8 @@ class Shards:
         """Make and write the missing shards.
 
         Args:
-            tokens: calibration batches ``[B, S]``. activations: where they are kept, or ``auto``.
+            tokens: calibration batches ``[B, S]``.
+            activations: where they are kept, or ``auto``.
 
         Raises:
             Interrupted: the device has too little memory for a block, or the disk for a shard.

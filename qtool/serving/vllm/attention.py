@@ -42,10 +42,13 @@ class Prefills:
     """Sequences of one FlashAttention call.
 
     Attributes:
-        requests, tokens: which of the batch; the latter new.
+        requests: which sequences of the batch.
+        tokens: which of the batch's new tokens.
         queries: int32 ``[n + 1]``, where each one's new tokens start among these.
-        longest_query, longest: new tokens, and all tokens, of any.
-        starts, cached: where there are earlier tokens: see ``kv_gather``.
+        longest_query: the most new tokens of any sequence.
+        longest: the most tokens of any sequence, earlier ones included.
+        starts: of ``kv_gather``; None where there are no earlier tokens.
+        cached: of ``kv_gather``; None where there are no earlier tokens.
         total: tokens of all sequences.
     """
 
@@ -64,7 +67,8 @@ class Metadata(AttentionMetadata):
     """Of one step; decodes come first, a token each.
 
     Attributes:
-        lengths: int32 ``[B]`` tokens of each sequence. table: int32 ``[B, M]``.
+        lengths: int32 ``[B]`` tokens of each sequence.
+        table: int32 ``[B, M]``.
         capacity: the most tokens of any sequence, ever.
     """
 

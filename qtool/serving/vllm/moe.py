@@ -41,8 +41,8 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
 
     Args:
         name: vLLM's name of the layer.
-        formats: of gate and up (``w13``), and of down (``w2``). names: of their linears in the
-            checkpoint, by expert.
+        formats: of gate and up (``w13``), and of down (``w2``).
+        names: of their linears in the checkpoint, by expert.
     """
 
     def __init__(

@@ -217,7 +217,8 @@ class Lesson:
         batches: this rank's sequences of each iteration; None where it has none.
         targets: the teacher's outputs ``[b, S, H]`` for them; None likewise.
         linears: those of the student, which learn, by name.
-        train, validation: the iterations that learn, and those that choose the epoch.
+        train: the iterations that learn.
+        validation: the iterations that choose the epoch.
     """
 
     def __init__(self, method: Distill, block: Block, batches: Sequence[Batch]) -> None:

@@ -38,7 +38,8 @@ def fit_groups(
     Args:
         importance: ``diag H`` of each weight ``[E, K]``, or ``[K]`` of one.
         ratios: candidates; of equals the first wins. One below 0 fits a scale below 0.
-        clip, group_clip: what ``Scheme.fit`` takes.
+        clip: as ``Scheme.fit`` takes it.
+        group_clip: as ``Scheme.fit`` takes it.
     """
     low, high = scheme.range(weight, finite=True)
     groups = scheme.groups(weight)  # [E N, G, g]

@@ -114,7 +114,8 @@ class Solution:
 
     Attributes:
         damping: the share of the mean diagonal that was added to H.
-        lost, power: ``2 ||X e_n||^2`` of the error and of the weight ``[N]``.
+        lost: ``2 ||X e_n||^2 [N]`` of the error ``e_n`` of each output channel.
+        power: ``2 ||X w_n||^2 [N]`` of the weight ``w_n``.
     """
 
     codes: Tensor
@@ -234,11 +235,14 @@ class State:
     """A problem while it is solved.
 
     Attributes:
-        order, back: the columns as they are visited ``[K]``, and its inverse.
-        target: T ``[N, K]``. codes: found so far ``[N, K]``. Both in the order of the weight.
+        order: the columns ``[K]`` in the order in which they are visited.
+        back: the inverse of ``order``.
+        target: T ``[N, K]``, in the order of the weight.
+        codes: those found last ``[N, K]``, in the order of the weight.
         keep: what pruning left ``[N, K]``, bool, as visited; None of a dense scheme.
         damping: the share of the mean diagonal that was added to H.
-        damped, feedback: H after that, where descent needs it, and M ``[K, K]``, as visited.
+        damped: the damped H ``[K, K]``, as visited; None where there is no coordinate descent.
+        feedback: M ``[K, K]``, as visited.
     """
 
     order: Tensor

@@ -312,7 +312,8 @@ def share_of_tokens(stream: Tensor, x: Tensor, columns: Tensor, largest: float) 
     one with a massive activation (Sun et al., 2024, arXiv 2402.17762) would outweigh all others.
 
     Args:
-        stream: ``[M, H]``, before the linear writes to it. x: its inputs ``[M, K]``.
+        stream: ``[M, H]``, before the linear writes to it.
+        x: its inputs ``[M, K]``.
         columns: the sizes of its weight's ``[K]``. What is written is judged by them, as if the
             inputs were uncorrelated.
         largest: a token so many times as large as the median counts as it is, a larger one as the
