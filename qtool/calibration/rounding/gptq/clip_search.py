@@ -17,8 +17,8 @@ from qtool.calibration.rounding.gptq import group_error_triton
 from qtool.schemes.arithmetic.grid import Grid
 from qtool.schemes.base import ClipRatio, Params, Scheme, require_finite
 
-#: groups of all candidates that a GPU looks at at once: a launch for each would take longer than
-#: its work
+#: most groups, over all candidates, that one launch on a GPU looks at: a launch for each candidate
+#: would take longer than its work
 AT_ONCE = 1 << 24
 
 
@@ -49,7 +49,7 @@ def fit_groups(
         error_of, many = group_error_triton.group_error, max(1, AT_ONCE // low.numel())
     best = torch.full_like(low, torch.inf)
     ratio = torch.ones_like(low)
-    # on the device at once: each copy would wait for it
+    # all ratios are copied at once: each copy waits for the device
     for tried in ratio.new_tensor(ratios).split(many):
         rows = len(tried) * len(low)  # the weight's, once for each candidate
         by_group = (group_clip * tried[:, None, None]).expand(-1, *low.shape).reshape(rows, -1)

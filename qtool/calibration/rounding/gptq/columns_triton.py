@@ -4,7 +4,8 @@ The kernel rounds a panel: a program holds ``ROWS x b`` targets in registers, re
 the tile by a masked sum, rounds it and adds what its error changed to the columns after it. The
 product then adds what the panel changed to all columns behind it, ``T[:, later] += (E - E_old)
 M[panel, later]``, so that a target is ready when its turn comes. A product sums over ``b`` terms
-only, in one order for any number of rows: rows may be shared out, and their codes stay.
+only, in the same order for any number of rows, so that a row gets the same codes in any share of
+the rows.
 """
 
 from importlib.util import find_spec
@@ -15,8 +16,8 @@ from torch import Tensor
 from qtool.calibration.precision import product, stack
 from qtool.schemes.base import Grid
 
-#: rows and warps of a program for at least so many rows: few and small ones, to fill all
-#: multiprocessors
+#: for at least so many rows: rows of a program, and its warps. Few rows get small programs, to fill
+#: all multiprocessors
 SIZES = ((8192, 32, 1), (4097, 16, 4), (0, 8, 4))
 
 if find_spec("triton"):

@@ -1,7 +1,7 @@
 """The Cholesky factor of a damped Hessian, which GPTQ's feedback and target are made of.
 
-Matrices that are too large for the library's own factorization, and inverses of triangular ones, go
-by blocks, so that most of the work is products.
+Matrices that are too large for the library's own factorization are factored by blocks, and
+triangular ones are inverted by blocks, so that most of the work is matrix products.
 
 Legend: N output channels, K input channels.
 """
@@ -14,15 +14,15 @@ from torch import Tensor
 from qtool.calibration.precision import product
 from qtool.errors import QtoolError
 
-#: share of the mean diagonal that makes any sum of squares positive definite, its rounding included
+#: share of the mean diagonal that makes any sum of squares positive definite in spite of rounding
 MOST_DAMPING = 1e6
 #: bytes of a Hessian above which torch's cache is emptied before two more of its size are made
 LARGE = 1 << 30
-#: columns of a matrix that is factored as a whole: it has no more elements than 32 bits count
+#: most columns of a matrix that is factored as a whole: 31 bits count its elements
 WHOLE = 46340
 #: columns of a block of a larger one
 BLOCK = 8192
-#: columns of a triangular matrix that is inverted as a whole
+#: most columns of a triangular matrix that is inverted as a whole
 CORNER = 2048
 
 
@@ -30,26 +30,26 @@ class Factor:
     """``H + damping mean(diag H) I = R R^T``, R upper triangular.
 
     The damping is raised x10 until Cholesky succeeds. A channel that was never active (``H_kk =
-    0``) gets the mean of the diagonal first (1 where that is 0), so that its weights are rounded to
-    nearest and no other is disturbed.
+    0``) first gets the mean of the diagonal (1 if that is 0), so that its weights are rounded to
+    nearest and do not change other columns.
 
     Args:
         hessian: ``H [K, K]``.
-        order: of its columns ``[K]``; None as they lie.
+        order: the columns ``[K]`` in the order of the visit; None: as they lie.
 
     Attributes:
         damping: the share of the mean diagonal that was added.
 
     Raises:
-        QtoolError: what no damping mends: NaN in ``H``, numbers whose sum is beyond float32's, an H
-            that is no sum of squares.
+        QtoolError: NaN in ``H``, a sum beyond the range of float32, or an H that no damping makes
+            positive definite because it is no sum of squares.
     """
 
     def __init__(self, hessian: Tensor, damping: float, order: Tensor | None = None) -> None:
         if hessian.is_cuda and hessian.nbytes > LARGE:
-            torch.cuda.empty_cache()  # no hole is large enough for two more of its size
-        #: the damped Hessian, last column first: what has a lower factor where it itself has an
-        #: upper one
+            torch.cuda.empty_cache()  # no cached hole is large enough for two more of its size
+        #: the damped Hessian with rows and columns reversed: its lower Cholesky factor, reversed
+        #: too, is R
         self._reversed = (
             hessian.flip(0, 1) if order is None else hessian[order.flip(0)][:, order.flip(0)]
         )
@@ -80,7 +80,7 @@ class Factor:
         return self._reversed.flip(0, 1)
 
     def free_damped(self) -> None:
-        """Free the damped Hessian, since making the feedback needs the room of two more."""
+        """Free the damped Hessian: making the feedback takes the memory of two more of its size."""
         self._reversed = self._reversed.new_empty(0)
 
     @property
@@ -91,15 +91,14 @@ class Factor:
 
     @property
     def cost(self) -> Tensor:
-        """``diag(R)^2 [K]``: the cost of an error in column k, later columns making up for it."""
+        """``diag(R)^2 [K]``: what an error in column k costs once later columns made up for it."""
         return self._lower.diagonal().flip(0).square()
 
     def solve(self, right: Tensor) -> Tensor:
         """``right H^-1`` for ``right [N, K]``.
 
-        It goes by the inverse of the factor, which serves all rows: their triangular systems,
-        solved as few at a time as :func:`~qtool.calibration.precision.product` takes, are slower on
-        a GPU.
+        The factor is inverted once for all rows. Solving triangular systems instead, for as few
+        rows at a time as :func:`~qtool.calibration.precision.product` takes, is slower on a GPU.
         """
         inverse = inverse_lower(self._lower)
         return product(product(right.flip(1), inverse.mT), inverse).flip(1)
@@ -108,9 +107,9 @@ class Factor:
 def cholesky(matrix: Tensor) -> Tensor | None:
     """The lower factor of ``matrix [K, K]``, or None if it is not positive definite.
 
-    The library makes it as a whole where it has at most :data:`WHOLE` columns; else it is made by
-    blocks of :data:`BLOCK` in a copy: beside ``matrix`` and the factor ``K x BLOCK`` numbers are
-    held.
+    The library factors a matrix of up to :data:`WHOLE` columns as a whole. A larger one is factored
+    by blocks of :data:`BLOCK` columns in a copy, which takes ``K x BLOCK`` numbers beside the
+    matrix and its factor.
     """
     if len(matrix) <= WHOLE:
         lower, failed = torch.linalg.cholesky_ex(matrix)
@@ -135,7 +134,7 @@ def cholesky(matrix: Tensor) -> Tensor | None:
 def inverse_lower(lower: Tensor) -> Tensor:
     """``L^-1 [K, K]`` of a lower triangular ``L``.
 
-    It is made by halves, so that most of it is products: ``[[A, 0], [B, C]]`` has the inverse
+    It is made by halves, so that most of the work is products: ``[[A, 0], [B, C]]`` has the inverse
     ``[[A^-1, 0], [-C^-1 B A^-1, C^-1]]``.
     """
     k = len(lower)

@@ -2,7 +2,8 @@
 
 Frantar et al. 2022 (arXiv 2210.17323), in the form of LDLQ (arXiv 2307.13304, theorem 6: the same
 codes, one Cholesky and no inverse), with MARLIN's clipping search by group (section 3.5). For a
-weight W and the inputs X that the quantized linear sees, after its own activation quantizer:
+weight W and the inputs X that the quantized linear sees, after its own activation quantizer, with
+the functions at the right:
 
     H = 2 X^T X + damping mean(diag H) I = R R^T        R upper triangular          Factor
     T = W + (residual W D + stream S) H^-1              D = 2 (X_fp - X)^T X        prepare
@@ -12,19 +13,24 @@ weight W and the inputs X that the quantized linear sees, after its own activati
         the float scales by least squares, the codes as they are                    refit
         v_k = nearest(t_k + sum_{j!=k} e_j M_jk)        M = H diag(H)^-1 - I        sweep
 
-``e = t - v`` is the error of a column. T makes up for the error that is already in the input (after
-GPTAQ, arXiv 2504.02692): ``X_fp`` is the float model's input, and ``X T^T`` comes nearest to ``X_fp
-W^T``. Where the linear's outputs are added to the residual stream R, they also make up for what it
-lacks (LoaQ, arXiv 2509.06297): ``R + X T^T`` comes nearest to ``R_fp + X_fp W^T``. The last step is
-coordinate descent: each code is the best one given all the others.
+``e = t - v`` is the error of a column. The paper divides it by ``U_kk`` and subtracts it, times row
+k of U, from the columns that are left, where ``H^-1 = U^T U``. Here ``U = R^-1`` is never made: the
+targets stay as they are, and each column gets the errors of those before it through M.
+
+T makes up for the error that is already in the input (after GPTAQ, arXiv 2504.02692): ``X_fp`` is
+the float model's input, and ``X T^T`` comes nearest to ``X_fp W^T``. If the linear's outputs are
+added to the residual stream R, T also makes up for the error of that stream (LoaQ, arXiv
+2509.06297): ``R + X T^T`` comes nearest to ``R_fp + X_fp W^T``. Without ``X_fp``, T is W. The last
+step is coordinate descent: each code is the best one given all the others.
 
 The parameters of the groups are the scheme's own, fitted before the first column ("static groups"),
 so that columns may be visited in the order of falling ``H_kk``. A 2:4 scheme is pruned first
-(:mod:`.sparsegpt`); GPTQ and coordinate descent then round what stays, so that errors of pruning
-and rounding are made up for together.
+(:mod:`.sparsegpt`). GPTQ and coordinate descent then round the weights that are left, which make up
+for the errors of pruning and rounding together.
 
-Problems of one shape (experts) are solved together: a column is a few small operations, most of
-whose time is not work. Each gets the codes that it gets alone, to the bit.
+Problems of one shape (experts) are solved together, because a column is a few small operations that
+take a GPU longer to launch than to compute. Each problem gets the codes that it gets alone, to the
+bit.
 
 Legend: E problems, N output channels, K input channels, G groups, b columns of a panel.
 """
@@ -48,7 +54,8 @@ from qtool.schemes.base import ClipRatio, Grid, Params, Scheme
 
 #: columns rounded before the rest of the weight gets their errors
 PANEL = 128
-#: of the range of the scales' dtype over the largest target: codes and refitted scales go beyond it
+#: the range of the scales' dtype, divided by the largest target that is allowed: values of codes
+#: and refitted scales may be larger than the target
 HEADROOM = 16
 
 
@@ -63,7 +70,7 @@ class GptqOptions:
         clip_steps: candidates of the clipping search by group, from 1 down to ``clip_least``; 1: no
             search. Where ``Scheme.largest_clip`` is above 1 the search begins there, with the same
             step.
-        negative_scales: try them with scales below 0 too, where the scheme takes those.
+        negative_scales: try each candidate with a scale below 0 too, if the scheme allows it.
         residual: share of the input's error that the target makes up for; 0: the target is W. All
             of it (1) is best with 16-bit activations and much calibration text.
         stream: share of what the residual stream lacks that the target makes up for too, if
@@ -97,7 +104,7 @@ class GptqOptions:
 class Problem:
     """A weight ``[N, K]`` float32 to round, the moments of its input, and clips chosen before.
 
-    ``lacking``: the rows ``[N, K]`` of S that are the weight's.
+    ``lacking`` holds the weight's rows ``[N, K]`` of S.
     """
 
     scheme: Scheme
@@ -147,8 +154,9 @@ def gptq(
     """Codes ``[N, K]`` and parameters of ``weight [N, K]`` under ``scheme``.
 
     Args:
-        inputs: ``X [M, K]`` of the linear, before the scheme's activation quantizer; or
-        hessian: ``2 X^T X [K, K]`` float32 of what that quantizer makes of them.
+        inputs: ``X [M, K]`` of the linear, before the scheme's activation quantizer.
+        hessian: instead of ``inputs``, ``2 X^T X [K, K]`` float32 of inputs that the activation
+            quantizer has quantized and dequantized.
         options: the defaults if None.
 
     Raises:
@@ -198,10 +206,10 @@ def _require_shapes(weight: Tensor, inputs: Tensor | None, hessian: Tensor | Non
 def solve(problems: Sequence[Problem], options: GptqOptions) -> list[Solution]:
     """Solve problems of one scheme and shape, each as if it were alone."""
     scheme = problems[0].scheme
-    # where it needs no factor, it is queued while a GPU still sums the Hessian: the factor waits
-    # for that
-    plain = problems[0].hessian.d is None and not scheme.sparsity
-    fitted = fit(problems, [problem.weight for problem in problems], options) if plain else []
+    # parameters that need no factor are fitted first: the fit is queued while a GPU still sums the
+    # Hessian, and the factor waits for that sum
+    fits_weight = problems[0].hessian.d is None and not scheme.sparsity
+    fitted = fit(problems, [problem.weight for problem in problems], options) if fits_weight else []
     states = [prepare(problem, options) for problem in problems]
     fitted = fitted or fit(problems, [s.kept_target for s in states], options)
     for s, params in zip(states, fitted, strict=True):
@@ -239,7 +247,7 @@ class State:
         back: the inverse of ``order``.
         target: T ``[N, K]``, in the order of the weight.
         codes: those found last ``[N, K]``, in the order of the weight.
-        keep: what pruning left ``[N, K]``, bool, as visited; None of a dense scheme.
+        keep: False where pruned ``[N, K]``, bool, as visited; None for a dense scheme.
         damping: the share of the mean diagonal that was added to H.
         damped: the damped H ``[K, K]``, as visited; None where there is no coordinate descent.
         feedback: M ``[K, K]``, as visited.
@@ -257,7 +265,7 @@ class State:
 
     @property
     def kept_target(self) -> Tensor:
-        """The target of what pruning left ``[N, K]``, in the order of the weight."""
+        """The target ``[N, K]``, 0 where it is pruned, in the order of the weight."""
         return self.target if self.keep is None else self.target * self.keep[:, self.back]
 
     def solution(self, problem: Problem) -> Solution:
@@ -279,7 +287,8 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
         if problem.lacking is not None:
             missing += options.stream * problem.lacking
         target = weight + factor.solve(missing[:, order])[:, back]
-        # inputs that are next to nothing make up for it by weights alone that float16 cannot hold
+        # inputs next to 0 make up for an error only by weights that float16 cannot hold: a row with
+        # such a target keeps its weight
         largest = torch.finfo(scheme.scale_dtype).max / HEADROOM
         size = torch.linalg.vector_norm(target, torch.inf, dim=1, keepdim=True)
         torch.where(size > largest, weight, target, out=target)
@@ -295,7 +304,7 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
 def fit(
     problems: Sequence[Problem], weights: Sequence[Tensor], options: GptqOptions
 ) -> list[Params]:
-    """The parameters of each problem, its clipping search by group on its one of ``weights``."""
+    """The parameters of each problem; its clipping search looks at its entry in ``weights``."""
     scheme, (n, k) = problems[0].scheme, weights[0].shape
     size = 1 if scheme.shared_params else at_once(16 * n * k, weights[0].is_cuda)
     groups, device = scheme.groups(weights[0]).shape[1], weights[0].device
@@ -315,7 +324,7 @@ def fit(
 
 
 def visiting_order(importance: Tensor, scheme: Scheme, act_order: bool) -> Tensor:
-    """The columns ``[K]`` by falling ``importance``; those pruned together stay together."""
+    """The columns ``[K]`` by falling ``importance``; columns pruned together stay together."""
     size = scheme.sparsity[1] if scheme.sparsity else 1
     columns = torch.arange(len(importance), device=importance.device).view(-1, size)
     if act_order:
@@ -366,9 +375,9 @@ def sweep(
         # one by one: a batched product may add in another order
         for one, own, its_error, m in zip(target, weight, error, feedback, strict=True):
             torch.addmm(own[:, columns], its_error[:, before], m[before, columns], out=one)
-        of = group[:, columns]
+        groups = group[:, columns]
         by_column = (
-            stack([one[:, at] for one, at in zip(getattr(grid, f.name), of, strict=True)])
+            stack([one[:, at] for one, at in zip(getattr(grid, f.name), groups, strict=True)])
             for f in fields(Grid)
         )
         codes[:, :, columns], error[:, :, columns] = round_panel(
@@ -387,7 +396,7 @@ def round_panel(
 ) -> tuple[Tensor, Tensor]:
     """Codes and errors ``[E, N, b]`` of one panel; the fields of ``grid`` are ``[E, N, b]`` too.
 
-    Works on the transposes: a column is then contiguous.
+    It works on transposes, in which a column is contiguous.
     """
     target, weight, error, step, offset, low, high = (
         t.permute(2, 0, 1).contiguous()  # [b, E, N]

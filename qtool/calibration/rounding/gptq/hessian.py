@@ -1,9 +1,9 @@
 """The second moments of a linear's input, accumulated over batches of any length.
 
-``H = 2 X^T X`` of the inputs as the quantized linear sees them, and, where an input ``X_fp`` of the
-float block is at hand, ``D = 2 (X_fp - X)^T X``; of a linear that writes to the residual stream R
-also ``S = 2 (R_fp - R)^T X``. All are sums over batches, in the order of the batches whatever rank
-has which.
+``H = 2 X^T X`` is of the inputs X as the quantized linear sees them. If the inputs ``X_fp`` of the
+float block are known, there is ``D = 2 (X_fp - X)^T X`` too, and for a linear that writes to the
+residual stream R also ``S = 2 (R_fp - R)^T X``. Batches are always added up in their own order,
+whichever rank computes them.
 
 Legend: M tokens, N output channels, K input channels, H hidden size.
 """
@@ -21,8 +21,8 @@ from qtool.distributed import ranks
 class Hessian:
     """The sums ``h [K, K]`` and, with ``drift``, ``d [K, K]``, float32, after :meth:`complete`.
 
-    With ``hidden`` above 0 it has ``s [hidden, K]`` too. On a GPU ``h`` is summed as the panels
-    that reach its upper triangle, one behind the other.
+    With ``hidden`` above 0 it has ``s [hidden, K]`` too. On a GPU only the panels of ``h`` that
+    cover its upper triangle are summed; they lie one behind the other.
     """
 
     h: Tensor
@@ -41,7 +41,7 @@ class Hessian:
 
     @classmethod
     def of(cls, h: Tensor) -> "Hessian":
-        """The complete sum ``h [K, K]``, made elsewhere."""
+        """An object that holds the complete sum ``h [K, K]``."""
         made = cls.__new__(cls)
         made.h, made.tokens = h, 0
         return made
@@ -53,11 +53,11 @@ class Hessian:
         lacking: Tensor | None = None,
         share: Tensor | None = None,
     ) -> None:
-        """Add inputs ``x [M, K]`` and the float block's ``reference [M, K]`` of their tokens.
+        """Add inputs ``x [M, K]``, and the float block's inputs ``reference [M, K]``.
 
         Args:
             lacking: ``R_fp - R [M, H]`` of the residual stream.
-            share: as what share of itself each token counts ``[M, 1]``; None: as it is.
+            share: factor ``[M, 1]`` by which each token is multiplied in the sums; None: 1.
         """
         h, *others = self._sums
         with phase("Hessian"):
@@ -79,7 +79,7 @@ class Hessian:
             start = stop
 
     def step(self) -> None:
-        """Add up what the ranks counted in one batch; call it after each."""
+        """Add the ranks' sums over one batch to the totals; call it after each batch."""
         for part in self._sums:
             part.step()
 
@@ -89,7 +89,7 @@ class Hessian:
         memory, self._sums = self._sums[0].memory, []
         if len(self.panels) == 1:
             self.h = total.view(k, k)
-        # in the memory of the panels if that has room: a hole of their size would stay in torch's
+        # h takes the memory of the panels if that has room: freed, it would stay a hole in torch's
         # cache
         else:
             fits = len(memory) == k * k
@@ -105,7 +105,7 @@ class Hessian:
     def power(self, weight: Tensor) -> Tensor:
         """``2 ||X w_n||^2 [N]`` of the rows of ``weight [N, K]``.
 
-        Precise also where the products with X cancel.
+        It is precise even where the products with X nearly cancel.
         """
         if not weight.is_cuda:
             return (weight @ self.h).mul_(weight).sum(1)
@@ -135,7 +135,7 @@ def parts(k: int, device: torch.device) -> list[tuple[slice, slice]]:
 def panels(k: int) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of up to 8 panels that cover the upper triangle of ``[K, K]``.
 
-    Each has some columns and all rows down to the last of them.
+    A panel has some columns, and all rows down to the last one of those columns' diagonal.
     """
     width = max(512, -(-k // 8))
     for start in range(0, k, width):

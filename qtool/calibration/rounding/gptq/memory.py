@@ -1,4 +1,4 @@
-"""How much GPTQ holds at once, by sizes alone: Hessians, problems, inputs of the float block.
+"""How much GPTQ holds at once, from sizes alone: Hessians, problems, inputs of the float block.
 
 Legend: N output channels, K input channels.
 """
@@ -9,20 +9,21 @@ from qtool.calibration.stacking import by_role
 from qtool.models.family import Family
 from qtool.models.parts import LinearGroup
 
-#: bytes of problems that are solved together: as many as that holds, one in any case
+#: most bytes of problems that are solved together; one problem is solved even if it has more
 MOST_PROBLEM_BYTES = 2 << 30
-#: bytes of experts' Hessians that are held at once, likewise
+#: most bytes of experts' Hessians that are held at once; one is held even if it has more
 MOST_HESSIAN_BYTES = 16 << 30
-#: bytes of the float block's inputs that are kept, so that one forward is enough for all of them
+#: most bytes of the float block's inputs that are kept, so that one forward gives all of them
 MOST_INPUT_BYTES = 256 << 20
 
 
 def hessians_in_turn(
     groups: Sequence[LinearGroup], width: Callable[[LinearGroup], int]
 ) -> Iterator[list[LinearGroup]]:
-    """The groups whose Hessians are held at once: those of a role, of experts as many as may be.
+    """The groups in lists whose Hessians are held at once.
 
-    ``width``: the input channels of a group.
+    A list has all groups of a role; of experts it has as many as :data:`MOST_HESSIAN_BYTES` holds.
+    ``width`` gives the input channels of a group.
     """
     for alike in by_role(groups):
         size = hessians_at_once(width(alike[0])) if alike[0].routed else len(alike)
@@ -37,7 +38,8 @@ def hessians_at_once(k: int) -> int:
 def problem_bytes(n: int, k: int) -> int:
     """Bytes of a problem ``[n, k]`` beside its weight and Hessian.
 
-    The damped Hessian and the feedback; target, errors, codes and what a sweep holds.
+    They are those of the damped Hessian and the feedback, and of the target, errors, codes and what
+    a sweep holds.
     """
     return 2 * 4 * k * k + 18 * n * k
 
@@ -50,7 +52,7 @@ def problems_at_once(n: int, k: int) -> int:
 def others_bytes(count: int, n: int, k: int) -> int:
     """Bytes that ``count`` problems hold beyond one that is solved.
 
-    Codes of all, Hessians of those that are held at once, and what is solved together with the one.
+    They are the codes of all, the Hessians held at once, and the problems solved with that one.
     """
     held = min(count, hessians_at_once(k))
     solved = (min(held, problems_at_once(n, k)) - 1) * problem_bytes(n, k)
@@ -58,10 +60,10 @@ def others_bytes(count: int, n: int, k: int) -> int:
 
 
 def kept_input_bytes(family: Family, shapes: Mapping[str, tuple[int, ...]], tokens: int) -> int:
-    """Bytes of the float block's inputs that are kept; 0 where they are more than is meant to be.
+    """Bytes of the float block's inputs; 0 if more than :data:`MOST_INPUT_BYTES`: none are kept.
 
-    Inputs ``[tokens, K]`` of linears of ``shapes (N, K)``, and before each that writes to it the
-    residual stream ``[tokens, N]``.
+    They are the inputs ``[tokens, K]`` of linears of ``shapes (N, K)``, and the residual stream
+    ``[tokens, N]`` before each linear that writes to it.
     """
     dense = [group for group in family.groups if not group.routed]
     widths = (shapes[g.linears[0]][1] + g.writes_residual * shapes[g.linears[0]][0] for g in dense)

@@ -2,9 +2,9 @@
 
 Linears that share an input share H and are one problem: their rows are stacked. Groups of linears
 follow the data flow: each sees the inputs that the quantized ones before it produce. The experts of
-a block do not see each other's outputs, so that all of them are solved together, as many at once as
-memory holds. Of several ranks each solves whole problems where there are enough (experts), else its
-share of the rows of each: rows do not depend on each other.
+a block do not see each other's outputs, so they are solved together, as many at once as memory
+holds. Ranks share out whole problems if there are at least as many as ranks (experts), and
+otherwise the rows of each problem, which do not depend on each other.
 
 Legend: N output channels, K input channels.
 """
@@ -113,9 +113,9 @@ class Gptq(GptqOptions, Rounding):
         groups: Sequence[LinearGroup],
         tokens: int,
     ) -> dict[str, Rounded]:
-        """Round the linears of ``groups``; their Hessians live no longer.
+        """Round the linears of ``groups``; their Hessians are freed at the end.
 
-        ``tokens`` are those of all batches.
+        ``tokens`` is the number of tokens in all batches.
         """
         found: dict[str, Rounded] = {}
         stacks: list[Stack] = []
@@ -138,7 +138,7 @@ class Gptq(GptqOptions, Rounding):
     ) -> Hessian:
         """The moments of linear ``name``'s input, as it will see it.
 
-        ``turns`` are the batches by ``ranks.lockstep``: None where this rank has none.
+        ``turns`` are the batches as ``ranks.lockstep`` gives them, None where this rank has none.
         """
         scheme, params, (n, k) = block.schemes[name], block.fit(name), block.weight(name).shape
         norms = norms_of_writers(block.family, name)
@@ -153,7 +153,7 @@ class Gptq(GptqOptions, Rounding):
         for batch in turns:
             if batch is not None and (seen := inputs_of(block, batch, name, *norms)):
                 floats = reference.inputs(batch, name, *known) if reference else []
-                # of parallel branches the first makes up for what their stream lacks
+                # only the first of parallel branches makes up for the error of the stream
                 alone = known and not any(map(seen[-1].equal, seen[1:-1]))
                 lacking = (floats[-1] - seen[-1]) / multiplier if alone else None
                 share = None
@@ -167,9 +167,10 @@ class Gptq(GptqOptions, Rounding):
     def moments_of_experts(
         self, block: Block, turns: Sequence[Batch | None], inputs: Sequence[Sequence[str]]
     ) -> dict[str, Hessian]:
-        """The moments of all experts' inputs, by the first linear that reads each, in one pass.
+        """The moments of all experts' inputs, by the first linear that reads each input.
 
-        The float block's router may send other tokens, so that its inputs say nothing about these.
+        One pass over the batches gives them all. They have no D: the float block's router may send
+        other tokens to an expert.
         """
         hessians = {
             names[0]: Hessian(block.weight(names[0]).shape[1], block.device) for names in inputs
@@ -225,10 +226,10 @@ class Gptq(GptqOptions, Rounding):
     def work(self, block: BlockShape) -> Work:
         """The work on one block.
 
-        The inputs of a group come from a forward that ends there, and from one of the float block;
-        those of all experts from one forward, in which shared experts come before them. The float
-        block's last forward (its only one, where its inputs are kept) goes on to the block's
-        output: what it takes up to there is counted with the outputs, not here.
+        The inputs of a group come from a forward that ends at the group, and from a forward of the
+        float block. The inputs of all experts come from one forward, in which shared experts run
+        first. The float block's last forward (its only one, if its inputs are kept) goes on to the
+        block's output, and is counted there instead of here.
         """
         work, before, last = Work(), 0.0, 0.0
         kept = kept_input_bytes(block.family, block.linears, block.tokens)
@@ -275,11 +276,11 @@ class Gptq(GptqOptions, Rounding):
     def held_bytes(self, block: BlockShape) -> int:
         """Bytes at the worst moment, when the linears that share an input are solved.
 
-        Then there are exact weights of those that are left, codes of those before, Hessians, and
-        what solves them. That is first the Hessian, the damped one (twice for coordinate descent),
-        its factor, and the inverse that the float model's inputs need; then Hessian and feedback
-        beside the stacked weight, its target, errors and codes. Several experts are solved
-        together.
+        The device then holds the exact weights of linears that are not rounded yet, the codes of
+        the others, and what solving takes. At first that is H, the damped H (twice for coordinate
+        descent), its factor, and the inverse of the factor if float inputs are compared; later it
+        is H and the feedback, beside the stacked weight, its target, errors and codes. Several
+        experts are solved together.
         """
         left, total, worst = block.weights, block.weights, 0
         for groups in by_role(block.family.groups):
@@ -306,18 +307,19 @@ def compared(block: Block) -> list[str]:
 
 
 def share_of_tokens(stream: Tensor, x: Tensor, columns: Tensor, largest: float) -> Tensor:
-    """As what share of itself each token counts ``[M, 1]`` where the residual stream is written to.
+    """The factor ``[M, 1]`` of each token in the moments of a linear that writes to the stream.
 
-    The norms that read the stream divide by a token's size in it, and so the error that it gets:
-    one with a massive activation (Sun et al., 2024, arXiv 2402.17762) would outweigh all others.
+    The norms that read the residual stream divide a token by its size in the stream, and its error
+    with it. Counted as it is, a token with a massive activation (Sun et al., 2024, arXiv
+    2402.17762) would outweigh all others.
 
     Args:
         stream: ``[M, H]``, before the linear writes to it.
-        x: its inputs ``[M, K]``.
-        columns: the sizes of its weight's ``[K]``. What is written is judged by them, as if the
-            inputs were uncorrelated.
-        largest: a token so many times as large as the median counts as it is, a larger one as the
-            median.
+        x: the linear's inputs ``[M, K]``.
+        columns: norms ``[K]`` of the columns of its weight. They give the size of what is written,
+            as if the inputs were uncorrelated.
+        largest: a token up to so many times as large as the median has factor 1; a larger one is
+            scaled to the median.
     """
     parts = (stream, x * columns.to(x.dtype))
     sizes = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
@@ -329,9 +331,10 @@ def share_of_tokens(stream: Tensor, x: Tensor, columns: Tensor, largest: float) 
 def norms_of_writers(family: Family, name: str) -> list[str]:
     """The norms before each linear that writes to the residual stream, up to linear ``name``.
 
-    Their inputs are that stream before it is written to. None unless ``name`` writes to it, and
-    what it writes is added as it is or multiplied by one number. Routed experts are left out: they
-    make up for nothing that the stream lacks, so that a shared expert behind them does.
+    The input of such a norm is the stream before the linear writes to it. The list is empty unless
+    ``name`` writes to the stream, and its output is added as it is or times one number. Routed
+    experts are left out: they do not make up for the error of the stream, so a shared expert behind
+    them does.
     """
     norms: list[str] = []
     norm = ""
@@ -346,7 +349,7 @@ def norms_of_writers(family: Family, name: str) -> list[str]:
 def moments_observer(
     block: Block, names: Mapping[int, str], hessians: Mapping[str, Hessian]
 ) -> Observer:
-    """Adds the inputs of linears ``names``, by the expert's number, to their ``hessians``."""
+    """Adds inputs to ``hessians``; ``names`` has the linear of each expert's number."""
     schemes = [block.schemes[name] for name in names.values()]
     activations = {scheme.input_quantizer for scheme in schemes}
     together = activations.pop() if len(activations) == 1 else None
@@ -364,7 +367,7 @@ def moments_observer(
 
 
 def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
-    """The quantized ones of ``names``, gathered by scheme, group size and order of the inputs."""
+    """The quantized linears of ``names``, in lists of one scheme and one form of the input."""
     together: dict[object, list[str]] = {}
     for name in names:
         if scheme := block.schemes.get(name):
@@ -377,7 +380,7 @@ def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def problems_in_turn(block: Block, stacks: Sequence[Stack]) -> Iterator[list[int]]:
-    """The numbers of ``stacks`` of one shape and scheme, as many at once as memory may hold."""
+    """The numbers of ``stacks``, in lists of one shape and scheme that memory holds at once."""
     kinds: dict[object, list[int]] = {}
     for i, stack in enumerate(stacks):
         scheme = block.schemes[stack.names[0]]

@@ -1,10 +1,10 @@
 """SparseGPT: which n of each m consecutive inputs stay when a weight is pruned.
 
 Frantar and Alistarh 2023 (arXiv 2301.00774), section 3.3. The columns are visited as in GPTQ, m at
-a time; at the first of them the n with the largest ``t_k^2 D_k`` stay. ``t`` are the m weights
-after they have made up for all columns before, each for those of the m before it too; ``D =
-diag(R)^2`` is what an error costs once all later columns have made up for it. The later columns
-then get the errors of the pruned ones.
+a time. Of each m the n weights with the largest ``t_k^2 D_k`` stay, and the later columns then get
+the errors of the pruned ones. ``t_k`` is the weight after it has made up for the errors of all
+columns before it, as if none of its m were pruned; ``D = diag(R)^2`` is what an error costs once
+all later columns have made up for it.
 
 Legend: N output channels, K input channels, b columns of a panel.
 """
@@ -19,7 +19,7 @@ def prune(
     """The mask ``[N, K]`` of the weights that stay: n of each m consecutive inputs.
 
     Args:
-        target: ``[N, K]``, in the order of the visit, in which every m columns belong together.
+        target: ``[N, K]``, in the order of the visit, in which each m columns are pruned together.
         feedback: GPTQ's ``[K, K]``.
         cost: ``D [K]``.
         sparsity: ``(n, m)``: n of m stay.
@@ -33,7 +33,7 @@ def prune(
         inner = feedback[columns, columns]
         for k in range(0, wanted.shape[1], m):
             few = slice(k, k + m)
-            free = wanted[:, few].clone()  # where these columns go while none of them is pruned
+            free = wanted[:, few].clone()  # t: these columns if none of them is pruned
             for j in range(m - 1):
                 moved = target[:, start + k + j] - free[:, j]
                 free[:, j + 1 :].addr_(moved, inner[k + j, k + j + 1 : k + m])
