@@ -17,8 +17,8 @@ from typing import Any
 from qtool.errors import QtoolError, suggest
 from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, RowsOf, of_expert
 
-#: sizes in config.json that every family reads, those that may be absent, and those of some
-#: families, which the config.json of another may set to 0
+#: sizes in config.json: those that every family reads, those that may be absent, and those that
+#: only some families read (the config.json of another may set them to 0)
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL = (
     "intermediate_size",
@@ -38,6 +38,11 @@ MOST_BLOCKS, MOST_EXPERTS, LARGEST_SIZE = 1024, 4096, 1 << 22
 class Family:
     """One model family.
 
+    The first five fields are what every family declares. The others have defaults that fit Llama,
+    in this order: the linears and norms of a block; the modules around the blocks, and sizes; what
+    methods may not do, and why; what blocks take and return beside the hidden states; tensors in
+    checkpoints; where the declaration comes from.
+
     Args:
         name: what messages call it.
         model_types: the ``model_type`` values of config.json it covers.
@@ -45,53 +50,58 @@ class Family:
         attention: the attention of a block.
         tensors: every weight of a block and its shape in words.
         biased: linears that always have a bias.
-        biased_if: linears that have one when a config key is true, by that key.
+        biased_if: linears that have a bias when a config key is true, by that key.
         fused: linears that are several in one: their parts in order, each with its number of rows
             in words.
         fused_by_head: fused rows lie by kv head: each head's rows of every part in turn (Falcon).
-        readers: modules in 16 bits that read a norm too (routers), by norm.
+        readers: modules in 16 bits that read a norm too (routers), by that norm.
         post_norms: norms of what is written to the residual stream.
-        norm_offset: norms multiply by this plus weight.
-        layer_norm: norms subtract the mean over channels and have biases.
-        experts: where experts are; groups and tensors with ``*`` in their names are repeated for
-            each.
+        norm_offset: norms multiply by this number plus the weight.
+        layer_norm: whether norms subtract the mean over channels and have biases.
+        experts: where experts are; names of groups and tensors with ``*`` are repeated for each.
+        choose: gives the family of one block, if the config decides it; may refuse the config.
         text: the part of the model that runs on text alone; mostly ``""``, the whole model.
-        positions: the table of learned positions, which the residual stream begins with too.
+        embedding: the module of the token embedding.
+        positions: the table of learned positions, which is added to the embedding's output.
+        blocks: the module list of the blocks.
+        final_norm: the norm after the last block.
+        final_bias: whether the final norm has a bias; None: as ``layer_norm`` says.
+        head: the linear that gives the logits.
+        always_tied: whether serving stacks know no head apart from the embedding, whatever
+            config.json says.
         sizes: sizes that config.json has under other keys than Llama's.
-        defaults: of keys it may leave out.
-        choose: the family of one block, where the config decides; may refuse the config.
+        defaults: values of keys that config.json may leave out.
         refuses: methods (and ``kv``, the quantized KV cache) that it cannot have, and why.
-        returns: the length of the tuple that a block returns its output in; 0: in none.
-        passes: arguments of a block for what earlier blocks made beside the hidden states, each
-            with its place in the tuple that these return; 0: they write into that argument.
-        beside_hidden: the most numbers a token that enter a block beside its hidden states.
-        index_bytes: bytes a pair of tokens that enter it too: of an indexer, which chooses for each
-            token which others it attends to.
-        always_tied: serving stacks know no head apart from the embedding, whatever config.json
-            says.
         fixed_stream: why the residual stream cannot be rotated, beside ``post_norms``.
         unquantized: linears of a block that stay in 16 bits, and why.
-        outside: shapes of tensors beside blocks, tables, final norm and head, which stay as they
-            are.
-        read_of_text: those of ``outside`` that a forward of text reads; others are of towers.
-        final_bias: the final norm has a bias; None: where ``layer_norm`` says so.
-        streamed_only: why no method can be had that looks at activations.
-        whole_embedding: more than the embedding reads the token ids.
-        disk_names: names that checkpoints have for tensors and modules, by those used here.
-        rows_on_disk: tensors that loaders make of rows of others on disk: those rows, one part
-            after another along dimension 0.
-        computed: patterns of tensors in blocks of old checkpoints that loaders compute themselves.
-        transposed: weights that checkpoints hold with inputs before outputs (``Conv1D``).
+        streamed_only: why no method can be used that looks at activations.
+        returns: the length of the tuple in which a block returns its output; 0: a bare tensor.
+        passes: arguments of a block for what earlier blocks made beside the hidden states, each
+            with its place in the tuple that those return; 0: they write into the argument.
+        beside_hidden: the most numbers per token that enter a block beside its hidden states.
+        index_bytes: bytes per pair of tokens that enter a block too: those of an indexer, which
+            chooses for each token which others it attends to.
+        whole_embedding: whether other modules than the embedding read the token ids.
+        outside: shapes of tensors beside the blocks and the modules above; they stay as they are.
+        read_of_text: those of ``outside`` that a forward of text reads; the others are of towers.
         other_linears: linears beside the blocks and the head.
         integers: names of tensors that hold whole numbers.
-        derived: it is what transformers' own model does at one config's sizes.
+        disk_names: names of tensors and modules in checkpoints, by the names used here.
+        rows_on_disk: tensors that loaders put together from rows of others on disk: those rows, one
+            part after another along dimension 0.
+        computed: patterns of tensors in blocks of old checkpoints that loaders compute themselves.
+        transposed: weights that checkpoints hold with inputs before outputs (``Conv1D``).
+        derived: whether it was derived from transformers' own model, at the sizes of one config.
     """
 
+    # --- every family declares ---
     name: str
     model_types: tuple[str, ...]
     groups: tuple[LinearGroup, ...]
     attention: Attention | None
     tensors: Mapping[str, str]
+
+    # --- the linears and norms of a block ---
     biased: tuple[str, ...] = ()
     biased_if: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -101,34 +111,44 @@ class Family:
     norm_offset: float = 0.0
     layer_norm: bool = False
     experts: Experts | None = None
+    choose: "Callable[[Any, int], Family] | None" = None
+
+    # --- the modules around the blocks, and sizes ---
     text: str = ""
     embedding: str = "model.embed_tokens"
     positions: str | None = None
     blocks: str = "model.layers"
     final_norm: str = "model.norm"
+    final_bias: bool | None = None
     head: str = "lm_head"
+    always_tied: bool = False
     sizes: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    choose: "Callable[[Any, int], Family] | None" = None
+
+    # --- what methods may not do, and why ---
     refuses: Mapping[str, str] = field(default_factory=dict)
+    fixed_stream: str = ""
+    unquantized: Mapping[str, str] = field(default_factory=dict)
+    streamed_only: str = ""
+
+    # --- what blocks take and return beside the hidden states ---
     returns: int = 0
     passes: Mapping[str, int] = field(default_factory=dict)
     beside_hidden: int = 0
     index_bytes: int = 0
-    always_tied: bool = False
-    fixed_stream: str = ""
-    unquantized: Mapping[str, str] = field(default_factory=dict)
+    whole_embedding: bool = False
+
+    # --- tensors in checkpoints ---
     outside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     read_of_text: tuple[str, ...] = ()
-    final_bias: bool | None = None
-    streamed_only: str = ""
-    whole_embedding: bool = False
+    other_linears: tuple[str, ...] = ()
+    integers: frozenset[str] = frozenset()
     disk_names: Mapping[str, str] = field(default_factory=dict)
     rows_on_disk: Mapping[str, tuple[RowsOf, ...]] = field(default_factory=dict)
     computed: tuple[str, ...] = ()
     transposed: frozenset[str] = frozenset()
-    other_linears: tuple[str, ...] = ()
-    integers: frozenset[str] = frozenset()
+
+    # --- where the declaration comes from ---
     derived: bool = False
 
     def at(self, config: Any, block: int) -> "Family":
@@ -171,8 +191,8 @@ class Family:
     def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
         """config.json as an object, with defaults for missing keys.
 
-        Of sizes they are those of transformers' class; a derived family's are those of the model
-        that was built.
+        Missing sizes are those of transformers' class. All sizes of a derived family are those of
+        the model that was built.
         """
         if self.derived:
             return SimpleNamespace(**{**config, **self.defaults})
@@ -264,7 +284,7 @@ class Family:
         return name
 
     def published_names(self, linear: str) -> list[str]:
-        """The name that checkpoints have for ``linear``, or those of all that they make it of."""
+        """The names in checkpoints of ``linear``, or of the linears whose rows make it up."""
         parts = self.rows_on_disk.get(f"{linear}.weight", ())
         names = dict.fromkeys(part.name.removesuffix(".weight") for part in parts)
         return list(names) or [self.disk_name(linear)]
@@ -303,9 +323,9 @@ class Family:
         return next(group for group in self.groups if linear in group.linears)
 
     def folds(self) -> Iterator[LinearGroup]:
-        """The groups that share a factor on their input: all that reads one norm is one of them.
+        """Groups of linears that must share a factor on their input.
 
-        That one is not ``routed``: the norm sees every token.
+        All that reads one norm is one group, which is not ``routed``: the norm sees every token.
         """
         merged: dict[str, LinearGroup] = {}
         for group in self.groups:
@@ -369,7 +389,7 @@ class Family:
 
 @cache
 def _class_sizes(model_type: str) -> dict[str, int]:
-    """What transformers takes for sizes that a config.json of ``model_type`` may leave out."""
+    """The sizes that transformers assumes if a config.json of ``model_type`` leaves them out."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # loads slowly
 
     if model_type not in CONFIG_MAPPING:

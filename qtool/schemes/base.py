@@ -24,7 +24,7 @@ from qtool.schemes.arithmetic.activation import Activation
 from qtool.schemes.arithmetic.grid import Grid
 
 Params = dict[str, Tensor]
-#: what a range is multiplied by; below 0 for a scale below 0 (:attr:`Scheme.negative_scales`)
+#: the factor of a range; one below 0 gives a scale below 0 (:attr:`Scheme.negative_scales`)
 ClipRatio = Tensor | float
 GroupSize = int | Literal["default"] | None
 
@@ -35,8 +35,11 @@ SLAB = 1 << 17
 class Scheme(ABC):
     """One quantization scheme at one group size.
 
-    A new scheme states how the range of each group becomes parameters (:meth:`fit_range`) and how
-    values become codes (:meth:`round_groups`); the walk over the weight is here, once.
+    Every scheme defines the first attributes, which have no value here, and five methods:
+    :meth:`fit_range`, which turns the range of each group into parameters, :meth:`grid`,
+    :meth:`round_groups`, :meth:`dequantize` and :meth:`matmul`. It may override the attributes and
+    methods after these, up to :meth:`check_range`. The rest, from :attr:`code_dtype` on, is for
+    callers and the same for all schemes.
 
     Args:
         group_size: input channels that share one group of parameters; ``None`` means all K
@@ -44,27 +47,32 @@ class Scheme(ABC):
         scale_dtype: dtype the scales are stored in; codes are computed with the stored value.
     """
 
-    #: in recipes, checkpoints and on the command line
+    # --- every scheme defines ---
+
+    #: its name in recipes, in checkpoints and on the command line
     name: ClassVar[str]
-    #: bits of a code: its layout keeps these and no more
+    #: bits of a code; a layout stores no others
     code_bits: ClassVar[int]
-    #: codes are int8, from -2**(code_bits - 1) on; else uint8, from 0 on
+    #: whether codes are int8, from -2**(code_bits - 1) on, or uint8, from 0 on
     signed: ClassVar[bool]
-    #: input channels a group that may be chosen; None: the whole output channel
+    #: the group sizes that may be chosen, in input channels; None: the whole output channel
     group_sizes: ClassVar[tuple[int | None, ...]]
     #: one of :attr:`group_sizes`
     default_group_size: ClassVar[int | None]
     #: how inputs are quantized at run time
     activation: Activation
+
+    # --- a scheme may override ---
+
     #: parameters whose first dimension is not N (shared by all output channels)
     shared_params: ClassVar[frozenset[str]] = frozenset()
     #: ``(2, 4)``: at most 2 of 4 consecutive inputs are not zero; ``None``: dense
     sparsity: ClassVar[tuple[int, int] | None] = None
-    #: whether a scale below 0 is legal: codes reach a step further down than up, and either tail
-    #: may be the longer
+    #: whether a scale below 0 is legal: codes reach one step further down than up, and the sign
+    #: decides which tail of a group gets that step
     negative_scales: ClassVar[bool] = False
-    #: the largest ratio of a clipping search; above 1 where rounding to an integer scale may cut a
-    #: group's range by so much
+    #: the largest ratio that a clipping search tries; above 1 if rounding a scale to an integer may
+    #: cut the range of a group by so much
     largest_clip: ClassVar[float] = 1.0
 
     def __init__(
@@ -81,123 +89,7 @@ class Scheme(ABC):
         self.group_size = group_size
         self.scale_dtype = scale_dtype
 
-    def stacked_params(self, parts: Sequence[Params]) -> Params:
-        """The parameters of weights whose output channels come one after another.
-
-        Those that all channels share are the first one's.
-        """
-        first = parts[0]
-        return {
-            name: t
-            if name in self.shared_params or len(parts) == 1
-            else torch.cat([part[name] for part in parts])
-            for name, t in first.items()
-        }
-
-    def split_params(self, params: Params, count: int) -> list[Params]:
-        """The inverse of :meth:`stacked_params` for ``count`` weights of one shape."""
-        by_part = {
-            name: [t] * count if name in self.shared_params else t.unflatten(0, (count, -1))
-            for name, t in params.items()
-        }
-        return [{name: t[i] for name, t in by_part.items()} for i in range(count)]
-
-    @property
-    def coarse_inputs(self) -> bool:
-        """Whether inputs have no more bits than weights, so that they lose as much."""
-        return self.activation.bits <= self.code_bits
-
-    @property
-    def has_zero_points(self) -> bool:
-        """Whether a group's lowest and highest value move apart from each other."""
-        return type(self).clip_bounds is not Scheme.clip_bounds
-
-    @property
-    def code_dtype(self) -> torch.dtype:
-        """dtype that holds one code a byte."""
-        return torch.int8 if self.signed else torch.uint8
-
-    def groups(self, weight: Tensor) -> Tensor:
-        """``weight [N, K]`` as ``[N, G, g]``.
-
-        Raises:
-            QtoolError: if K is not a multiple of the group size.
-        """
-        n, k = weight.shape
-        self.require_groups(k, k)
-        size = self.group_size or k
-        return weight.reshape(n, k // size, size)
-
-    def require_groups(self, k: int, common: int) -> None:
-        """Check that ``k`` input channels are whole groups.
-
-        Args:
-            common: a divisor of k; the group sizes that are proposed divide it.
-
-        Raises:
-            QtoolError: they are not.
-        """
-        size = self.group_size or k
-        if not k or k % size:
-            fits = [
-                "channel" if g is None else str(g)
-                for g in self.group_sizes
-                if k and common % (g or common) == 0
-            ]
-            others = f"sizes that do: {', '.join(fits)}" if fits else "nor by another it has"
-            raise QtoolError(
-                f"{self.name}: {k} input channels are not divisible by group size {size} ({others})"
-            )
-
-    def prune(self, weight: Tensor) -> Tensor:
-        """``weight [n, K]`` as the scheme can hold it: zeros where :attr:`sparsity` wants them."""
-        return weight
-
-    @torch.no_grad()
-    def range(self, weight: Tensor, *, finite: bool = False) -> tuple[Tensor, Tensor]:
-        """Smallest and largest value of each group, float32 ``[N, G]``: all that fitting needs.
-
-        Args:
-            finite: the weight is known to hold no NaN or Inf, so nobody waits to see.
-
-        Raises:
-            QtoolError: for NaN or Inf weights, or K not divisible by the group size.
-        """
-        if self.sparsity is None and range_triton.runs_on(weight):
-            low, high = range_triton.group_range(self.groups(weight))
-            if not finite:
-                require_finite(low, high, self.name)
-            return low, high
-        low = torch.empty(self.groups(weight).shape[:2], dtype=torch.float32, device=weight.device)
-        high = torch.empty_like(low)
-        for rows in slabs(weight):
-            groups = self.groups(self.prune(weight[rows].float()))
-            low[rows], high[rows] = groups.amin(-1), groups.amax(-1)  # both carry a NaN on
-        if not finite:
-            require_finite(low, high, self.name)
-        return low, high
-
-    def fit(
-        self,
-        weight: Tensor,
-        *,
-        clip: ClipRatio = 1.0,
-        group_clip: ClipRatio = 1.0,
-        finite: bool = False,
-    ) -> Params:
-        """Parameters for ``weight [N, K]``.
-
-        Args:
-            clip: shrinks the range of the output channel (level 1), a number or ``[N]``.
-            group_clip: shrinks the range of each group (level 2, or the only one), a number or
-                ``[N, G]``. A scheme with one level uses ``clip * group_clip``.
-            finite: the weight is known to be finite, which is not looked at then.
-
-        Raises:
-            QtoolError: for NaN or Inf weights, or K not divisible by the group size.
-        """
-        ranges = self.range(weight, finite=finite)
-        return self.fit_range(*ranges, clip=clip, group_clip=group_clip)
+    # --- every scheme defines ---
 
     @abstractmethod
     def fit_range(
@@ -205,38 +97,12 @@ class Scheme(ABC):
     ) -> Params:
         """:meth:`fit` from the :meth:`range` of each group.
 
-        A clipping search reads the weight once this way.
+        A clipping search thus reads the weight only once.
         """
-
-    def clip_bounds(self, params: Params) -> Tensor | None:
-        """Lowest and highest value of each group ``[2, N, G]``, in units of the float scale.
-
-        None where one follows from the other (no zero point).
-        """
-        return None
-
-    def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
-        """``params`` with the legal integers nearest to ``bounds [2, N, G]``.
-
-        The inverse of :meth:`clip_bounds`, for real numbers too. Only for schemes that have them.
-        """
-        raise NotImplementedError(self.name)
 
     @abstractmethod
     def grid(self, params: Params) -> Grid:
         """The affine grid that ``params`` span."""
-
-    @torch.no_grad()
-    def quantize(self, weight: Tensor, params: Params) -> Tensor:
-        """Round-to-nearest codes ``[N, K]`` of ``weight [N, K]``, as the paper rounds."""
-        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-        for rows in slabs(weight):
-            part = {
-                name: t if name in self.shared_params else t[rows] for name, t in params.items()
-            }
-            groups = self.groups(self.prune(weight[rows].float()))
-            codes[rows] = self.round_groups(groups, part).flatten(1)
-        return codes.view(self.code_dtype)
 
     @abstractmethod
     def round_groups(self, groups: Tensor, params: Params) -> Tensor:
@@ -245,14 +111,6 @@ class Scheme(ABC):
     @abstractmethod
     def dequantize(self, codes: Tensor, params: Params) -> Tensor:
         """The exact weight ``[N, K]`` in float32 that the integers stand for."""
-
-    def fake_weight(self, weight: Tensor, params: Params) -> Tensor:
-        """``weight [N, K]`` rounded to nearest and dequantized, float32, for searches."""
-        return self.dequantize(self.quantize(weight, params), params)
-
-    def weight_error(self, weight: Tensor, params: Params) -> Tensor:
-        """:meth:`fake_weight` less ``weight``, float32 ``[N, K]``."""
-        return self.fake_weight(weight, params).sub_(weight)
 
     @abstractmethod
     def matmul(
@@ -263,6 +121,38 @@ class Scheme(ABC):
         Sums are exact in int32. The result is that of the CUDA kernels, to the bit
         (:mod:`qtool.schemes.arithmetic.products`), except under 16-bit activations.
         """
+
+    # --- a scheme may override ---
+
+    def prune(self, weight: Tensor) -> Tensor:
+        """``weight [n, K]`` with zeros where :attr:`sparsity` demands them."""
+        return weight
+
+    def clip_bounds(self, params: Params) -> Tensor | None:
+        """Lowest and highest value of each group ``[2, N, G]``, in units of the float scale.
+
+        None if one follows from the other (no zero point).
+        """
+        return None
+
+    def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
+        """``params`` with the legal integers nearest to the real ``bounds [2, N, G]``.
+
+        The inverse of :meth:`clip_bounds`; a scheme that has one has the other.
+        """
+        raise NotImplementedError(self.name)
+
+    def fake_weight(self, weight: Tensor, params: Params) -> Tensor:
+        """``weight [N, K]`` rounded to nearest and dequantized, float32, for searches."""
+        return self.dequantize(self.quantize(weight, params), params)
+
+    def weight_error(self, weight: Tensor, params: Params) -> Tensor:
+        """:meth:`fake_weight` less ``weight``, float32 ``[N, K]``."""
+        return self.fake_weight(weight, params).sub_(weight)
+
+    def fake_activation(self, x: Tensor, params: Params) -> Tensor:
+        """``x [..., K]`` quantized and dequantized as :meth:`matmul` would see it, same dtype."""
+        return self.activation.fake(x)
 
     def check(self, codes: Tensor, params: Params) -> None:
         """Prove the scheme's overflow and range invariants on these tensors.
@@ -286,15 +176,139 @@ class Scheme(ABC):
         require(torch.isfinite(grid.step) & (grid.step > 0), "scale finite and above 0")
         require((low >= grid.low) & (high <= grid.high), "codes within the legal bounds")
 
+    # --- callers use ---
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """The dtype that holds one code per byte."""
+        return torch.int8 if self.signed else torch.uint8
+
+    @property
+    def coarse_inputs(self) -> bool:
+        """Whether inputs have no more bits than weights, so that rounding costs them as much."""
+        return self.activation.bits <= self.code_bits
+
+    @property
+    def has_zero_points(self) -> bool:
+        """Whether a group's lowest and highest value can be chosen independently."""
+        return type(self).clip_bounds is not Scheme.clip_bounds
+
     @property
     def input_quantizer(self) -> Activation | None:
-        """What :meth:`fake_activation` does whatever the parameters are; None if they matter."""
+        """The quantizer of :meth:`fake_activation`; None if that depends on the parameters."""
         plain = type(self).fake_activation is Scheme.fake_activation
         return self.activation if plain else None
 
-    def fake_activation(self, x: Tensor, params: Params) -> Tensor:
-        """``x [..., K]`` quantized and dequantized as :meth:`matmul` would see it, same dtype."""
-        return self.activation.fake(x)
+    def groups(self, weight: Tensor) -> Tensor:
+        """``weight [N, K]`` as ``[N, G, g]``.
+
+        Raises:
+            QtoolError: if K is not a multiple of the group size.
+        """
+        n, k = weight.shape
+        self.require_groups(k, k)
+        size = self.group_size or k
+        return weight.reshape(n, k // size, size)
+
+    def require_groups(self, k: int, common: int) -> None:
+        """Check that ``k`` input channels are whole groups.
+
+        Args:
+            common: a divisor of k; the error proposes group sizes that divide it.
+
+        Raises:
+            QtoolError: if they are not.
+        """
+        size = self.group_size or k
+        if not k or k % size:
+            fits = [
+                "channel" if g is None else str(g)
+                for g in self.group_sizes
+                if k and common % (g or common) == 0
+            ]
+            others = f"sizes that do: {', '.join(fits)}" if fits else "nor by another it has"
+            raise QtoolError(
+                f"{self.name}: {k} input channels are not divisible by group size {size} ({others})"
+            )
+
+    @torch.no_grad()
+    def range(self, weight: Tensor, *, finite: bool = False) -> tuple[Tensor, Tensor]:
+        """Smallest and largest value of each group, float32 ``[N, G]``: all that fitting needs.
+
+        Args:
+            finite: the weight is known to hold no NaN or Inf, so no check waits for the GPU.
+
+        Raises:
+            QtoolError: for NaN or Inf weights, or K not divisible by the group size.
+        """
+        if self.sparsity is None and range_triton.runs_on(weight):
+            low, high = range_triton.group_range(self.groups(weight))
+            if not finite:
+                require_finite(low, high, self.name)
+            return low, high
+        low = torch.empty(self.groups(weight).shape[:2], dtype=torch.float32, device=weight.device)
+        high = torch.empty_like(low)
+        for rows in slabs(weight):
+            groups = self.groups(self.prune(weight[rows].float()))
+            low[rows], high[rows] = groups.amin(-1), groups.amax(-1)  # both keep a NaN
+        if not finite:
+            require_finite(low, high, self.name)
+        return low, high
+
+    def fit(
+        self,
+        weight: Tensor,
+        *,
+        clip: ClipRatio = 1.0,
+        group_clip: ClipRatio = 1.0,
+        finite: bool = False,
+    ) -> Params:
+        """Parameters for ``weight [N, K]``.
+
+        Args:
+            clip: shrinks the range of the output channel (level 1), a number or ``[N]``.
+            group_clip: shrinks the range of each group (level 2, or the only one), a number or
+                ``[N, G]``. A scheme with one level uses ``clip * group_clip``.
+            finite: as :meth:`range` takes it.
+
+        Raises:
+            QtoolError: for NaN or Inf weights, or K not divisible by the group size.
+        """
+        ranges = self.range(weight, finite=finite)
+        return self.fit_range(*ranges, clip=clip, group_clip=group_clip)
+
+    @torch.no_grad()
+    def quantize(self, weight: Tensor, params: Params) -> Tensor:
+        """Round-to-nearest codes ``[N, K]`` of ``weight [N, K]``, as the paper rounds."""
+        codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        for rows in slabs(weight):
+            part = {
+                name: t if name in self.shared_params else t[rows] for name, t in params.items()
+            }
+            groups = self.groups(self.prune(weight[rows].float()))
+            codes[rows] = self.round_groups(groups, part).flatten(1)
+        return codes.view(self.code_dtype)
+
+    def stacked_params(self, parts: Sequence[Params]) -> Params:
+        """The parameters of weights whose output channels come one after another.
+
+        Parameters that all channels share are taken from the first weight.
+        """
+        first = parts[0]
+        return {
+            name: t
+            if name in self.shared_params or len(parts) == 1
+            else torch.cat([part[name] for part in parts])
+            for name, t in first.items()
+        }
+
+    def split_params(self, params: Params, count: int) -> list[Params]:
+        """The inverse of :meth:`stacked_params` for ``count`` weights of one shape."""
+        by_part = {
+            name: [t] * count if name in self.shared_params else t.unflatten(0, (count, -1))
+            for name, t in params.items()
+        }
+        return [{name: t[i] for name, t in by_part.items()} for i in range(count)]
 
 
 def slabs(weight: Tensor) -> Iterator[slice]:
@@ -305,7 +319,7 @@ def slabs(weight: Tensor) -> Iterator[slice]:
 
 
 def require_finite(low: Tensor, high: Tensor, name: str) -> None:
-    """Refuse NaN and Inf, seen through the range of each group (nothing to look at on ``meta``)."""
+    """Refuse NaN and Inf in the range of each group; ``meta`` tensors have nothing to refuse."""
     if low.is_meta:
         return
     bad = ~(torch.isfinite(low) & torch.isfinite(high))
@@ -320,13 +334,13 @@ def require_finite(low: Tensor, high: Tensor, name: str) -> None:
 def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``scale`` as the checkpoint stores it; never zero, so that dividing by it is safe.
 
-    fp16 keeps its subnormals: a row below 0.0078 already has a scale there at 127 steps.
+    float16 keeps its subnormals: with 127 steps, a row below 0.0078 already has such a scale.
     """
     return scale.clamp(*scale_bounds(dtype)).to(dtype)
 
 
 def scale_bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """The least and the largest scale that is stored in ``dtype``."""
+    """The smallest and the largest scale that ``dtype`` stores."""
     return 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny, torch.finfo(dtype).max
 
 
