@@ -1,7 +1,7 @@
 """The protocol of a packed layout: a permutation of a weight's codes and parameters.
 
-``pack`` and ``unpack`` are each other's inverse on any device, on ``meta`` too. How a layout is
-stated, once, as digits of the indices is :mod:`qtool.layouts.digits`.
+``pack`` and ``unpack`` are each other's inverse on any device, on ``meta`` too.
+:mod:`qtool.layouts.digits` explains how a layout is stated, once, by the digits of the indices.
 """
 
 from abc import ABC, abstractmethod
@@ -16,17 +16,17 @@ from qtool.errors import QtoolError
 class Layout(ABC):
     """The places of the codes and parameters of one weight ``[N, K]``."""
 
-    #: in recipes, checkpoints and on the command line
+    #: its name in recipes, in checkpoints and on the command line
     name: str
-    #: of a code
+    #: bits of a code
     bits: int
-    #: a weight's N and K are multiples of these two
+    #: a weight's N must be a multiple of the first, its K of the second
     tile: tuple[int, int]
-    #: whether what is stored of weights whose rows come one after another does so too
+    #: whether weights stacked along N are stored one after another
     by_rows: bool = False
-    #: ``(2, 4)``: it holds 2 of 4 consecutive inputs, as a scheme's may leave; ``None``: all
+    #: ``(2, 4)``: it stores 2 of 4 consecutive inputs of a scheme with this sparsity; ``None``: all
     sparsity: ClassVar[tuple[int, int] | None] = None
-    #: the stored tensors ``pack`` makes
+    #: names of the stored tensors that ``pack`` makes
     tensors: ClassVar[tuple[str, ...]] = ("qweight",)
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Layout(ABC):
     def pack(self, codes: Tensor) -> dict[str, Tensor]:
         """Stored tensors of ``codes [N, K]``, uint8 or int8, of :attr:`bits` bits each.
 
-        Those of int8 are two's complement.
+        int8 codes are stored in two's complement.
         """
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Layout(ABC):
         """The codes ``[n, k]`` again: int8 if ``signed``, else uint8. Inverse of :meth:`pack`."""
 
     def pack_group(self, param: Tensor) -> Tensor:
-        """A per-group parameter ``[N, G]`` in the kernel's order; here as it is."""
+        """A per-group parameter ``[N, G]`` in the kernel's order; by default unchanged."""
         return param
 
     def unpack_group(self, stored: Tensor, n: int) -> Tensor:
@@ -53,7 +53,7 @@ class Layout(ABC):
         return stored
 
     def pack_channel(self, param: Tensor) -> Tensor:
-        """A per-channel parameter ``[N]`` in the kernel's order; here as it is."""
+        """A per-channel parameter ``[N]`` in the kernel's order; by default unchanged."""
         return param
 
     def unpack_channel(self, stored: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""A 4-bit or 8-bit layout stated as a permutation of index digits.
+"""A 4-bit or 8-bit layout stated as a permutation of index digits (:mod:`qtool.layouts.digits`).
 
-Nearly all layouts are one object of this class.
+Nearly every layout is one object of this class.
 """
 
 import re
@@ -33,19 +33,19 @@ class DigitLayout(Layout):
     Args:
         n: digits of the output channel.
         k: digits of the input channel.
-        order: the byte address; every digit once but the nibble digit.
+        order: digits of the byte address; each digit but the nibble digit is there once.
         nibble: the digit (size 2) that chooses the nibble of the byte; ``None`` for 8-bit codes.
         low: the value of the nibble digit that lies in the low nibble.
         dtype: stored dtype; the byte tensor's last dimension is viewed as it.
-        rows: the stored tensor has N rows, whatever the order (readers that declare it ``[N, K /
-            2]``).
+        rows: give the stored tensor N rows, whatever the order, for readers that declare it
+            ``[N, K / 2]``.
         group_order: order of a per-group parameter over the n digits and ``g``; ``None`` keeps
             ``[N, G]``.
         channel_order: order of a per-channel parameter over the n digits; ``None`` keeps ``[N]``.
 
     Raises:
-        QtoolError: an order that is no permutation of its digits, a nibble that is none of size 2,
-            digits that are not those of an index, a dtype of floats.
+        QtoolError: if an order is no permutation of its digits, the nibble is no digit of size 2,
+            ``n`` or ``k`` is no list of digits, or the dtype is a floating-point one.
     """
 
     name: str
@@ -185,7 +185,7 @@ class DigitLayout(Layout):
         )
 
     def _plan(self, n: int, k: int) -> "_Plan":
-        """The byte moves of ``pack``: one by one, or in the runs that the order leaves together."""
+        """The byte moves of ``pack``: single bytes, or the runs of bytes that stay together."""
         sizes, word, pair, order = self.sizes(n, k), torch.uint8, None, self.order
         source = [name for name, _ in parse_digits(f"{self.n} {self.k}") if name != self.nibble]
         last, tail = source[-1], order.split(",")[-1].split()
@@ -210,9 +210,9 @@ class DigitLayout(Layout):
 class _Plan:
     """The byte permutation in its fewest, widest moves.
 
-    If the fastest digit of k is also the fastest of the address, its bytes move as one ``word``. If
-    one more digit, ``pair``, of size 2 comes after it, the words of the two are zipped into one of
-    twice the size.
+    If the last digit of k is also the last of the address, its bytes move as one ``word``. If the
+    address has one more digit after it, ``pair``, of size 2, the words of that digit's two values
+    are merged byte by byte into a word of twice the size.
     """
 
     move: Permutation

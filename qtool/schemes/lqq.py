@@ -7,7 +7,7 @@ LiquidGEMM section 4. Per output channel, then per group of g input channels:
     a = 128 + lo                     Q8' = (Q4 * s2 + a) XOR 0x80 = Q4 * s2 + lo
 
 The sum ``Q4 * s2 + a`` never leaves 0..255, so four bytes of a word are dequantized at once:
-lo + 15 * s2 is at most max Q8 + 7.5, and level 1 keeps max Q8 below 120.
+``Q4 * s2 + lo`` is at most max Q8 + 7.5, and level 1 keeps max Q8 below 120.
 """
 
 import torch
@@ -58,7 +58,7 @@ class LiquidQuant(Scheme):
         s1 = params["s1"].float()[:, None]
         s2 = params["s2"].float()
         low = params["offset"].float() - 128
-        # the sixteenth code may be one too many where a group is narrow and high
+        # s2 is at least 1, so the last codes of a narrow group near 119 would lie above 127
         legal = torch.div(127 - low, s2, rounding_mode="floor").clamp_max(15).to(torch.int32)
         return Grid(s1 * s2, s1 * low, torch.zeros_like(legal), legal)
 
@@ -72,7 +72,7 @@ class LiquidQuant(Scheme):
         return self._level2(codes, params).to(torch.int8)
 
     def _level2(self, codes: Tensor, params: Params) -> Tensor:
-        """The same in float32, exact: the integers are below 2**24."""
+        """:meth:`level2` in float32, which holds these integers exactly."""
         q8 = self.groups(codes).to(torch.float32, copy=True).mul_(params["s2"].float()[..., None])
         return q8.add_(params["offset"].float()[..., None] - 128).flatten(1)
 
