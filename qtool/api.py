@@ -1,6 +1,6 @@
-"""qtool's public functions; but for ``bench``, the command line starts no work by anything else.
+"""qtool's public functions; every command of the command line but ``bench`` calls one of them.
 
-Every function takes and gives plain things: paths, names, tensors, dataclasses. Errors are
+Every function takes and returns plain things: paths, names, tensors, dataclasses. Errors are
 :class:`qtool.errors.QtoolError`, one sentence each; a failed check is a
 :class:`qtool.errors.CheckFailed`. Nothing heavy is imported before it is needed.
 """
@@ -124,27 +124,28 @@ def quantize(
     """Quantize ``model``.
 
     Args:
-        model: a directory, a hub id, ``demo``, or a model in memory, which is left as it is (its
+        model: a directory, a hub id, ``demo``, or a model in memory, which is not changed (its
             weights go through a temporary directory on disk).
-        scheme: what to quantize to; a recipe file alone may say it.
+        scheme: the scheme to quantize to; it may be left out if the recipe is a file that names it.
         recipe: ``fast``, ``paper``, ``best``, a YAML file, its content, or a :class:`Recipe`; by
             default ``fast``, or ``paper`` where ``calibration`` is given.
-        calibration: what methods that look at activations look at: a corpus (``wikitext2``,
+        calibration: the text on which methods observe activations: a corpus (``wikitext2``,
             ``c4``, ``pile``, ``demo``), a text file, texts, token ids (rows, or a tensor
             ``[samples, tokens]``), or a ``datasets.Dataset`` with a column ``text`` or
             ``messages``, which the tokenizer's chat template renders; or a mix of them with their
             numbers of windows: ``"wikitext2:64,chat.jsonl:32"``, ``{"wikitext2": 64, ...}`` or
-            pairs ``[(texts, 64), ...]``. By default wikitext2.
-        out: the output directory, by default ``MODEL-SCHEME`` beside a local model or here. Left
-            out with a model in memory, a model comes back.
+            pairs ``[(texts, 64), ...]``. The default is wikitext2, and for the demo its own text.
+        out: the output directory; by default ``MODEL-SCHEME``, beside a local model, else in the
+            working directory. Without it, a model in memory gives a model in memory.
         kv: KV-cache quantizer: ``kv8``, ``kv4`` or ``kv4-channel``.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        tokenizer: of a model in memory; by default the one beside what it was loaded from.
-        export_format: what this format cannot express is refused before any work, and so is an
-            ``OUT-FORMAT`` that is taken; the export itself is :func:`export`.
+        tokenizer: tokenizer of a model in memory; by default the one in the directory that the
+            model was loaded from.
+        export_format: a format for a later :func:`export`: whatever it cannot express is refused
+            before any work, and so is an ``OUT-FORMAT`` that exists.
         progress: called after each shard with ``(done, total, notes)``.
-        options: the fields of :class:`qtool.pipeline.options.QuantizeOptions`, which says what each
-            of them means: ``samples`` (windows), ``seqlen`` (tokens a window), ``group_size``, ...
+        options: the fields of :class:`qtool.pipeline.options.QuantizeOptions`, which describes each
+            of them: ``samples`` (windows), ``seqlen`` (tokens per window), ``group_size``, ...
 
     Returns:
         The checkpoint that was written; or, for a model in memory without ``out``, a model on
@@ -188,7 +189,7 @@ def quantize(
         with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
             target = require_new_path("out", out) if out is not None else Path(work) / "quantized"
             done = run(source, chosen, target, settings, device=own, **common)
-            # the temporary directory is no source that anything could be compared with
+            # the source is a temporary directory, so nothing can be compared with it later
             return replace(done, source="") if out is not None else load(target, device=own)
 
 
@@ -208,19 +209,20 @@ def plan(
 
     Args:
         model: as :func:`quantize` takes it, or the path of a config.json. The headers of a
-            directory's safetensors files are checked as :func:`quantize` does. Where one is missing
-            or a pointer of Git LFS, and of all else, the config alone is read.
+            directory's safetensors files are checked as :func:`quantize` checks them. If a file is
+            missing or a Git LFS pointer, or ``model`` is no directory, only the config is read.
         scheme: as :func:`quantize` takes it.
-        recipe: likewise.
-        calibration: likewise; its windows are counted, and nothing of it is read.
-        kv: likewise.
-        options: likewise; ``samples`` and ``seqlen`` are those of a calibrated run.
-        device_memory: of the GPU, in GB (1e9 bytes); by default an H200's.
-        device: ``cuda``, which is an H200, or ``cpu``, two cores.
-        gpus: that share the run. The host's memory is that of this machine.
+        recipe: as :func:`quantize` takes it.
+        calibration: as :func:`quantize` takes it; its windows are counted, none is read.
+        kv: as :func:`quantize` takes it.
+        options: as :func:`quantize` takes them; ``samples`` and ``seqlen`` matter only if the
+            recipe calibrates.
+        device_memory: memory of the GPU, in GB (1e9 bytes); by default an H200's.
+        device: ``cuda``, which stands for an H200, or ``cpu``, for two cores.
+        gpus: GPUs that share the run. The host's memory is that of this machine.
 
     Returns:
-        Its numbers; text says them.
+        The plan's numbers; ``print`` shows them as text.
 
     Raises:
         QtoolError: what :func:`quantize` would refuse for its model, recipe or shapes.
@@ -271,21 +273,22 @@ def sensitivity(
 ) -> Sensitivity:
     """Choose a scheme for each group of linears of ``model``, and write the recipe to ``out``.
 
-    Beside it goes ``OUT.json`` with all that was measured. The float model is held whole.
+    All that was measured is written to ``OUT.json`` beside it. The device holds the whole float
+    model.
 
     Args:
         model: a directory, a hub id or ``demo``.
-        choices: schemes, in a list or with commas between, each with a group size or without
-            (``w4a16``, ``w4a16:32``, ``w4a16:channel``), and ``none`` for a group as it is.
-        budget_bits: most stored bits a weight, over all that may be quantized.
+        choices: schemes, in a list or separated by commas, each with or without a group size
+            (``w4a16``, ``w4a16:32``, ``w4a16:channel``), and ``none`` to leave a group unquantized.
+        budget_bits: most stored bits per weight, on average over all that may be quantized.
         out: a new YAML file for :func:`quantize`.
-        recipe: ``fast``, ``paper`` or ``best``: the methods that are written are those of this
-            recipe of the first choice that quantizes.
+        recipe: ``fast``, ``paper`` or ``best``: the recipe of the first choice that quantizes,
+            whose methods are written.
         calibration: as :func:`quantize` takes it; the divergence is measured on its windows.
-        data_dir: of local copies of corpora.
-        samples: calibration windows.
-        seqlen: tokens of each.
-        seed: of the choice of windows.
+        data_dir: directory with local copies of corpora.
+        samples: number of calibration windows.
+        seqlen: tokens per window.
+        seed: seed of the choice of windows.
         device: where the model runs.
         progress: called after each group with ``(done, total, notes)``.
 
@@ -366,7 +369,7 @@ def family(model: Model) -> tuple[Family, dict[str, Any]]:
         model: as :func:`plan` takes it; no weight is read.
 
     Raises:
-        QtoolError: there is none, and why.
+        QtoolError: if there is none; the message says why.
 
     Example::
 
@@ -392,13 +395,13 @@ def verify(
     Args:
         model: its directory or hub id.
         device: where its linears are multiplied, by the kernels that would serve them.
-        engine: ``vllm``: let that engine load the checkpoint, and hold it against our runtime.
-        tensor_parallel: GPUs that the engine splits it over.
+        engine: ``vllm``: load the checkpoint in that engine and compare it with qtool's runtime.
+        tensor_parallel: GPUs over which the engine splits the model.
         progress: called after each linear with ``(done, total, notes)``.
 
     Returns:
-        One outcome a linear, and one for each damaged file; ``problem`` is empty where all is well.
-        No linear is checked where a shard is missing or cannot be read.
+        One outcome per linear, and one per damaged file; ``problem`` is empty if all is well. If a
+        shard is missing or cannot be read, no linear is checked.
 
     Raises:
         QtoolError: not a native checkpoint, or an engine that is not installed.
@@ -447,21 +450,22 @@ def evaluate(
     """Perplexity and zero-shot accuracy of ``model``, and of the baseline ``compare`` beside it.
 
     Args:
-        tasks: one or several, in a list or with commas between; ``wikitext2``, ``c4``, ``pile``,
-            ``demo`` or a text file mean perplexity (of the text, not in nats), every other name a
+        tasks: one or several, in a list or separated by commas; ``wikitext2``, ``c4``, ``pile``,
+            ``demo`` or a text file give perplexity (its value, not in nats), every other name is a
             zero-shot task of lm-eval (0 to 1).
-        model: a directory, a hub id or ``demo``, quantized or not, or a model in memory with its
-            ``tokenizer``, which is left in eval mode.
+        model: a directory, a hub id or ``demo``, quantized or not, or a model in memory, which
+            needs its ``tokenizer`` and is left in eval mode.
         compare: the baseline: a directory, a hub id or ``demo``.
-        tokenizer: of a model in memory.
+        tokenizer: tokenizer of a model in memory.
         engine: ``vllm``: the models run in that engine, split over ``tensor_parallel`` GPUs.
         options: ``device``, ``dtype`` (a name), ``kv``, ``save`` (keep results in the model's
             eval.json), ``as_export``, ``data_dir``, ``seqlen`` (tokens), ``limit`` (windows or
-            items a task), ``batch_size`` and ``deterministic``; of a model in memory the last five.
+            items per task), ``batch_size`` and ``deterministic``; a model in memory takes only the
+            last five.
 
     Returns:
-        The model's results and the baseline's (None without ``compare``), whose paired change is
-        ``qtool.eval.compare.compare(results, baseline)``.
+        The model's results and the baseline's (None without ``compare``).
+        ``qtool.eval.compare.compare(results, baseline)`` gives their paired difference.
 
     Raises:
         QtoolError: an unknown task or option, a text that is not there, a model that cannot be
@@ -493,7 +497,7 @@ def evaluate(
 
 
 def _engine(name: str | None) -> type[Engine] | None:
-    """The serving engine of this name; None for none."""
+    """The serving engine called ``name``, or None if that is None."""
     if name is None:
         return None
     if name != "vllm":
@@ -530,13 +534,14 @@ def export(
     Args:
         model: the native checkpoint's directory or hub id.
         format: ``compressed-tensors``, ``gptq``, ``awq``, ...: `qtool export -h` lists them.
-        out: the output directory, by default ``MODEL-FORMAT`` beside a local model or here.
-        tensor_parallel: GPUs that every linear will be split over; what they cannot share is
-            refused.
+        out: the output directory; by default ``MODEL-FORMAT``, beside a local model, else in the
+            working directory.
+        tensor_parallel: GPUs over which every linear will be split; a linear that they cannot share
+            is refused.
         progress: called after each shard with ``(done, total, notes)``.
 
     Returns:
-        What was written, and what it changed; text says it.
+        What was written, and how it differs; ``print`` shows it as text.
 
     Raises:
         QtoolError: an unknown format, or a linear that it cannot express (before any work).
@@ -565,13 +570,13 @@ def import_(
 ) -> Quantized:
     """Repack a 4-bit GPTQ, AWQ, AutoRound or compressed-tensors model, code for code.
 
-    A symmetric one becomes ``w4a16``; one with zero points a channel ``w4a8-qoq``, which has 8-bit
-    activations.
+    A symmetric model becomes ``w4a16``. A model with one zero point per channel becomes
+    ``w4a8-qoq``, which has 8-bit activations.
 
     Args:
         model: its directory or hub id.
         out: the native checkpoint's directory.
-        layout: of every linear; by default w4a16's, row-major where its tile does not fit.
+        layout: layout of every linear; by default w4a16's, or row-major if its tile does not fit.
         progress: called after each shard with ``(done, total, notes)``.
 
     Raises:
@@ -587,7 +592,7 @@ def import_(
 
 
 def inspect(model: Name) -> list[Row]:
-    """Scheme, layout, bytes and bits a weight of each linear of a native checkpoint.
+    """Scheme, layout, bytes and bits per weight of each linear of a native checkpoint.
 
     Args:
         model: its directory or hub id; only headers are read.
@@ -617,11 +622,11 @@ def write_report(
 
     Args:
         model: its directory or hub id.
-        compare: the model it was made from; fills what needs both.
-        tasks: evaluated first and kept, as :func:`evaluate` with ``save`` would.
-        out: by default ``report.html`` in a local checkpoint, ``MODEL-report.html`` here for a
-            hub id; a file that is there is replaced.
-        data_dir: local copies of corpora and tasks, for ``tasks``.
+        compare: the model it was made from; the parts that compare the two need it.
+        tasks: tasks that are evaluated first and saved, as by :func:`evaluate` with ``save``.
+        out: the file, replaced if it exists; by default ``report.html`` in a local checkpoint, or
+            ``MODEL-report.html`` in the working directory for a hub id.
+        data_dir: directory with local copies of corpora and tasks, for ``tasks``.
         device: where the model and the baseline run.
 
     Returns:
@@ -662,14 +667,15 @@ def load(
     dtype: torch.dtype | None = None,
     kv: str | None = None,
 ) -> PreTrainedModel:
-    """A transformers model in eval mode; its linears run packed weights where they are quantized.
+    """A transformers model in eval mode; its quantized linears run packed weights.
 
     Args:
         model: a directory, a hub id or ``demo``, quantized by qtool or not.
         device: where it runs: ``cpu``, ``cuda`` or ``cuda:N``.
-        device_map: instead of ``device``: transformers' placement, such as ``auto``.
-        dtype: of what is not quantized; by default the checkpoint's.
-        kv: KV-cache quantizer; by default the checkpoint's. A static one must be its own.
+        device_map: transformers' placement, such as ``auto``, instead of ``device``.
+        dtype: dtype of what is not quantized; by default the checkpoint's.
+        kv: KV-cache quantizer; by default the checkpoint's. A static quantizer must be the
+            checkpoint's own.
 
     Raises:
         QtoolError: if it is not a loadable model, or ``kv`` is not for it.
@@ -705,7 +711,7 @@ def schemes() -> list[tuple[str, str, str]]:
 
 
 def departures() -> list[tuple[str, str, str, str]]:
-    """Where built-in recipes leave their papers: scheme, variant, what is done, its effect."""
+    """Where built-in recipes differ from their papers: scheme, variant, what is done, effect."""
     from qtool import recipes
 
     return [(scheme, variant, d.what, d.effect) for scheme, variant, d in recipes.departures()]
