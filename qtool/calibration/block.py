@@ -1,11 +1,11 @@
 """One decoder block on a device: its exact weights, and what methods decide about it.
 
-On a GPU the module computes in 16 bits; the exact weights that methods change lie beside it in
+On a GPU the module computes in 16 bits; its exact weights, which methods change, lie beside it in
 float32.
 
 A method (smooth, clip, gptq, ...) gets a :class:`Block` and the block's inputs, changes the weights
 in place or notes a decision (clip ratios, an input permutation), and returns. It knows schemes only
-through their protocol and names of linears only through the family; :mod:`.forwards` runs the
+through their protocol, and names of linears only through the family. :mod:`.forwards` runs the
 block.
 
 Legend: H hidden size, N x K a linear's weight.
@@ -38,16 +38,17 @@ class Block:
         index: its number in the model.
         config: the settings of the model (:meth:`~qtool.models.family.Family.settings`).
         schemes: the scheme of each linear to quantize; a linear that is absent stays as it is.
-        clips: ``(clip, group_clip)`` chosen for a linear, see ``Scheme.fit``.
-        permutations: input-channel order ``[K]`` of a linear whose producer could not take it;
-            the stored columns are in that order and the input is gathered at run time.
+        clips: ``(clip, group_clip)`` chosen for a linear, as ``Scheme.fit`` takes them.
+        permutations: input-channel order ``[K]`` of a linear, if the module that makes its input
+            cannot store that order: the columns are stored in it, and the input is gathered at run
+            time.
         rotated: linears whose inputs are rotated at run time, after they are gathered.
         notes: what methods report (errors, choices), written to qtool.json.
-        exact: float32 tensors by parameter name where the module holds a 16-bit copy, which follows
-            them; empty where the module's own are the exact ones.
-        full_kv: arguments of a run that keep keys and values in full precision, where they are
-            quantized.
-        reference: what the float model computes at this place, where the run follows it.
+        exact: float32 tensors by parameter name, of which the module holds 16-bit copies
+            (:meth:`update_module`); empty if the module's own tensors are the exact ones.
+        full_kv: arguments for :func:`.forwards.run` that keep keys and values in full precision,
+            if the run quantizes them.
+        reference: what the float model computes in this block, if the run follows it.
     """
 
     index: int
@@ -62,7 +63,7 @@ class Block:
     exact: dict[str, Tensor] = field(default_factory=dict)
     full_kv: dict[str, Any] = field(default_factory=dict)
     reference: "Reference | None" = None
-    #: the version of an exact tensor the module has
+    #: for each exact tensor, the version of it that the module has a copy of
     _copied: dict[str, int] = field(default_factory=dict, init=False)
 
     @property
@@ -76,7 +77,7 @@ class Block:
         return self.family.attention
 
     def with_cache(self, cache: Any) -> dict[str, Any]:
-        """The argument of :func:`.forwards.run` that puts ``cache`` where the KV cache is."""
+        """The argument for :func:`.forwards.run` that puts ``cache`` in place of the KV cache."""
         return {self.attention.cache: SharedHeadCache(cache, self.heads.kv)}
 
     def get(self, name: str) -> nn.Module:
@@ -86,7 +87,7 @@ class Block:
     def weight(self, name: str) -> Tensor:
         """The weight of submodule ``name``, detached.
 
-        Change it in place; that of a part of a fused linear is a copy to read.
+        Change it in place, unless ``name`` is a part of a fused linear, which may be a copy.
         """
         owner, rows = self._rows(name)
         weight = self._exact(owner, "weight")
@@ -100,7 +101,7 @@ class Block:
         return None if bias is None else bias[rows]
 
     def change_rows(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace rows ``[n, K]`` and bias ``[n]`` of a linear by ``change`` of them.
+        """Apply ``change`` to the rows ``[n, K]`` of a linear's weight, and to its bias ``[n]``.
 
         ``name`` may be a part of a fused linear.
         """
@@ -110,7 +111,7 @@ class Block:
                 tensor[rows] = change(tensor[rows]).to(tensor.dtype)
 
     def parameters(self) -> dict[str, Tensor]:
-        """All stored tensors by name, detached; the exact one where there are two."""
+        """All stored tensors by name, detached; the exact ones where the module has copies."""
         buffers = dict(self.module.named_buffers())
         stored = {**dict(self.module.named_parameters()), **buffers}
         kept = self.module.state_dict().keys() | dict(self.module.named_parameters()).keys()
@@ -151,7 +152,7 @@ class Block:
     def fit(self, name: str) -> Params:
         """Parameters of linear ``name`` by its scheme and the clip chosen for it.
 
-        Its weight is taken to be finite.
+        The weight is not checked for NaN and Inf.
         """
         clip, group_clip = self.clips.get(name, (1.0, 1.0))
         return self.schemes[name].fit(
@@ -165,7 +166,7 @@ class Block:
     def permute(self, name: str, order: Tensor) -> None:
         """Reorder the input channels of linear ``name``.
 
-        Its columns are reordered at once, its input when it arrives.
+        The columns are reordered now, the input in each forward.
         """
         if name in self.rotated:
             raise QtoolError(f"{name}: its inputs are rotated already; gathering comes first")
@@ -178,7 +179,7 @@ class Block:
     def rotate_inputs(self, name: str) -> None:
         """Rotate the input channels of linear ``name``.
 
-        Its columns are rotated at once, its input when it arrives
+        The columns are rotated now, the input in each forward
         (:mod:`qtool.schemes.arithmetic.online_hadamard`).
         """
         if name in self.rotated:
@@ -189,7 +190,7 @@ class Block:
         self.get(name).register_forward_pre_hook(rotate_input)
 
     def install(self, rounded: Mapping[str, Rounded]) -> None:
-        """Let these linears compute what the quantized ones will, from now on."""
+        """Replace these linears by simulations of their quantized ones, for all later forwards."""
         for same in by_kind(self, rounded):
             n, k = rounded[same[0]].codes.shape
             for names in packed_in_turn(same, n, k, rounded[same[0]].codes.is_cuda):

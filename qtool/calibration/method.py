@@ -1,9 +1,9 @@
 """The protocol of a calibration method, and the order in which methods may stand in a recipe.
 
-A *transform* rewrites the float weights so that the model's output stays the same but it quantizes
-better (rotation, smoothing, reordering), or notes a decision (clipping). A *rounding* turns the
-weights of a block into codes. Both work block by block; a transform may also rewrite the embedding
-and the head, which it then does row by row, so that both can be streamed.
+A *transform* rewrites the float weights so that the model's output stays the same but the model
+quantizes better (rotation, smoothing, reordering), or notes a decision (clipping). A *rounding*
+turns the weights of a block into codes. Both work block by block. A transform may also rewrite the
+embedding and the head, row by row, so that these can be streamed too.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from qtool.calibration.rounding.rounded import Rounded
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 
-#: calibration sequences that a transform sees which learns of all blocks
+#: calibration sequences given to a transform that learns from all blocks (:meth:`Transform.learn`)
 LEARNING_SEQUENCES = 8
 
 
@@ -28,7 +28,7 @@ LEARNING_SEQUENCES = 8
 class Norm:
     """A norm ``n * gain + bias`` of the normalized input n, all ``[H]``; ``bias`` may be None.
 
-    ``offset``: what the stored weight leaves out of the gain (1 in Gemma).
+    The stored weight is the gain less ``offset`` (1 in Gemma).
     """
 
     gain: Tensor
@@ -50,9 +50,9 @@ class Norm:
 class Method(ABC):
     """A transform or a rounding. Options are dataclass fields (recipe keys)."""
 
-    #: in recipes
+    #: its name in recipes
     name: ClassVar[str]
-    #: it looks at activations, so the run needs calibration data
+    #: whether it looks at activations, so that the run needs calibration data
     needs_data: ClassVar[bool]
     #: options that must be above 0
     positive: ClassVar[tuple[str, ...]] = ()
@@ -60,13 +60,13 @@ class Method(ABC):
     most: ClassVar[Mapping[str, float]] = {}
 
     def work(self, block: BlockShape) -> Work:
-        """The work on one block; by default one pass over all inputs if the method needs data."""
+        """The work on one block; by default one forward of all inputs if the method needs data."""
         return Work(forward_flops=block.partial_forward_flops() if self.needs_data else 0)
 
     def held_bytes(self, block: BlockShape) -> int:
         """Device bytes at the worst moment: the exact weights and what is allocated beside them.
 
-        By default four float32 copies of the largest weight if the method needs data.
+        By default these are four float32 copies of the largest weight if the method needs data.
         """
         return block.exact_bytes + (16 * block.largest if self.needs_data else 0)
 
@@ -82,19 +82,19 @@ class Transform(Method):
 
     @property
     def rewrites_embedding(self) -> bool:
-        """Whether embedding or head change, so that tied embeddings are untied."""
+        """Whether the embedding or the head changes, so that tied ones are untied."""
         return False
 
     @property
     def learns(self) -> bool:
-        """Whether it learns something of all blocks before the first is rewritten."""
+        """Whether it learns from all blocks before the first one is rewritten."""
         return False
 
     def learn(self, blocks: Iterable[Block], batches: Sequence[Batch]) -> dict[str, Tensor]:
-        """Tensors that it learns of all blocks, each as it is before this transform.
+        """Tensors that it learns from all ``blocks``, which this transform has not rewritten yet.
 
-        :meth:`load` takes them, in a resumed run from the disk. ``batches``, some of the
-        calibration batches, enter the first block; there are none in a run without data.
+        :meth:`load` gets them; a resumed run reads them from disk. ``batches`` are the inputs of
+        the first block for some of the calibration data; they are empty in a run without data.
         """
         return {}
 
@@ -102,16 +102,16 @@ class Transform(Method):
         """Take what :meth:`learn` found."""
 
     def announce(self, block: Block) -> None:
-        """Change the schemes of ``block`` that it will change, where transforms before it gain.
+        """Change the schemes of ``block`` now, if earlier transforms gain by knowing them.
 
         It is called for each block before the first transform rewrites it.
         """
 
     def prepare(self, family: Family, config: Any) -> None:
-        """Learn what the method must know of the model, before any work.
+        """Find out what the method must know about the model, before any work.
 
         Raises:
-            QtoolError: the family cannot have this transform, and why.
+            QtoolError: if the family cannot have this transform; the message says why.
         """
         if reason := family.refuses.get(self.name):
             raise QtoolError(f"{self.name}: a {family.name} model cannot have it: {reason}")
@@ -150,17 +150,17 @@ class Rounding(Method):
 
     @property
     def iteration(self) -> int:
-        """Sequences of an optimizer's iteration; batches have a multiple of them."""
+        """Sequences in one iteration of an optimizer; the size of a batch is a multiple of it."""
         return 1
 
     @property
     def compares(self) -> bool:
-        """Whether the float model runs beside, to compare with (``Block.reference``)."""
+        """Whether the float model runs beside the quantized one (``Block.reference``)."""
         return False
 
     @abstractmethod
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        """Codes and parameters of all linears in ``block.schemes``; may install them as it goes."""
+        """Codes and parameters of all linears in ``block.schemes``; it may install them itself."""
 
 
 def check_order(transforms: Sequence[Transform]) -> None:

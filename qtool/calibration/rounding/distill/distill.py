@@ -1,20 +1,20 @@
 """Block distillation: a block's weights and scales learn to give the float block's output.
 
-APEX4 section 3.3 (algorithm 1), OmniQuant (arXiv 2308.13137). Block by block, greedy: the student
-sees the output of the quantized blocks before; the teacher is the float block after all transforms,
-on the same input, or on the float model's where that runs beside (``start: gptq``), so that the
-student also makes up for what its input lacks. Per token of block output y:
+APEX4 section 3.3 (algorithm 1), OmniQuant (arXiv 2308.13137). One block after another learns. The
+student gets the output of the quantized blocks before it; the teacher is the float block after all
+transforms. It gets the same input, or the float model's if that runs beside (``start: gptq``), so
+that the student also makes up for the error of its input. Per token of block output y:
 
     loss = 1 - cos(y_student, y_teacher)    or    |y_student - y_teacher|^2 / mean |y_teacher|^2
 
-Adam learns every linear's weight, float scale and, where the scheme has zero points, both clipping
-bounds through the straight-through estimator of
-:mod:`qtool.calibration.rounding.distill.learned_linear`, from the codes of another rounding. A
-share of the samples is held out: the block keeps the epoch with the least loss there, epoch 0 (the
-start) included, so it never ends worse than it began.
+Learning starts from the codes of another rounding. Adam learns every linear's weight, its float
+scale and, if the scheme has zero points, both clipping bounds, through the straight-through
+estimator of :mod:`qtool.calibration.rounding.distill.learned_linear`. A share of the samples is
+held out: the block keeps the epoch with the least loss on these, epoch 0 (the start) included, so
+on them it never ends worse than it began.
 
-Of several ranks each takes its share of the sequences of every iteration, and the gradients are
-added up: the iterations are those of one rank up to the last bits of a sum.
+Each rank takes a share of the sequences of every iteration, and the gradients are added up: the
+iterations are those of one rank, up to the last bits of a sum.
 """
 
 import copy
@@ -48,17 +48,18 @@ class Distill(Rounding):
 
     Args:
         start: the rounding whose codes learning starts from, ``rtn`` or ``gptq``. GPTQ's dense
-            codes are better than what is learned from RTN's and rarely improve; its 2:4 ones do, by
-            a fifth.
+            codes are better than those learned from RTN's and rarely improve; its 2:4 codes
+            improve by a fifth.
         loss: ``cosine`` is APEX4's, blind to the length of y; ``mse`` is OmniQuant's.
         epochs: passes over the samples.
         samples: calibration sequences used, the first ones.
-        batch: sequences of an iteration. Fewer learn more in as many epochs, and on a GPU take
-            longer. OmniQuant's 1 is best from 2:4 codes; from RTN's 4-bit activations it may lose.
-        held_out: share of them that only choose the epoch; 0: all learn, and choose too.
-        weight_lr: Adam's learning rate for weights, in quantization steps of their group: free of
-            the model's scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B). 0: the
-            weights stay, as in OmniQuant's learned clipping.
+        batch: sequences per iteration. With fewer, as many epochs learn more and take longer on a
+            GPU. OmniQuant's 1 is best from 2:4 codes; from RTN with 4-bit activations it may be
+            worse than a larger one.
+        held_out: share of the samples that only choose the epoch; 0: all learn, and choose too.
+        weight_lr: Adam's learning rate for weights, in quantization steps of their group, so that
+            it fits models of any scale (the paper's 1e-5 is about 0.005 of a step of Llama-2-7B).
+            0: the weights stay, as in OmniQuant's learned clipping.
         scale_lr: Adam's learning rate for the logarithm of the scales and for clipping bounds, in
             shares of a group's width.
         decay: let both learning rates fall linearly to 0 at the last iteration; APEX4's stay.
@@ -101,10 +102,10 @@ class Distill(Rounding):
         if not block.schemes:
             return {}
         lesson = Lesson(self, block, batches)
-        for start in STARTS:  # of codes that are not written; gptq rounds starved experts by rtn
+        for start in STARTS:  # these codes are not written; gptq rounds starved experts by rtn
             block.notes.pop(start, None)
-        # Adam heeds no factor of its gradients as long as they are large beside its epsilon, and
-        # float16 can hold them
+        # a factor of all gradients does not change Adam's steps, and this one makes gradients large
+        # compared with its epsilon, and such as float16 holds
         gradient_scale = self.batch * batch_shapes(batches)[0][1] * block.config.hidden_size
         optimizer = self.optimizer(lesson.linears)
         steps, last = max(1, self.epochs * len(lesson.train)), 0.0 if self.decay else 1.0
@@ -137,7 +138,7 @@ class Distill(Rounding):
         """Device bytes at the worst moment: learning, or the rounding it starts from.
 
         Learning holds a copy of the block, its gradient and Adam's two moments, weights, codes and
-        values. The float block's outputs for all tokens come on top, and what an iteration keeps
+        values. It also holds the float block's outputs for all tokens, and what an iteration keeps
         for its gradients: inputs and outputs of all linears, and the block's output three times in
         float32.
         """
@@ -148,7 +149,7 @@ class Distill(Rounding):
         return weights + block.tokens * block.config.hidden_size * block.itemsize + iteration
 
     def sizes(self, targets: Sequence[Tensor | None]) -> list[float]:
-        """The denominators of :meth:`distance`, one a batch, summed over all ranks.
+        """What :meth:`distance` is divided by in each batch to give the mean loss of all ranks.
 
         ``targets`` are this rank's shares ``[b, S, H]``, None where it has none.
         """
@@ -205,7 +206,7 @@ class Distill(Rounding):
             {"params": weights, "lr": self.weight_lr},
             {"params": bounds, "lr": self.scale_lr},
         ]
-        # a pass over the weights instead of ten
+        # the fused Adam passes over the weights once instead of ten times
         fused = any(linear.steps.is_cuda for linear in linears.values())
         return torch.optim.Adam(groups, betas=(0.9, 0.999), eps=1e-12, fused=fused or None)
 
@@ -214,9 +215,9 @@ class Lesson:
     """A student block, and the float block's outputs that it learns to give.
 
     Attributes:
-        batches: this rank's sequences of each iteration; None where it has none.
-        targets: the teacher's outputs ``[b, S, H]`` for them; None likewise.
-        linears: those of the student, which learn, by name.
+        batches: this rank's sequences in each iteration; None if it has none.
+        targets: the teacher's outputs ``[b, S, H]`` for each of ``batches``, or None.
+        linears: the learning linears of the student, by name.
         train: the iterations that learn.
         validation: the iterations that choose the epoch.
     """
@@ -234,7 +235,7 @@ class Lesson:
         self.student = method.student(block, batches)
         modules = self.student.module.named_modules()
         self.linears = {n: m for n, m in modules if isinstance(m, LearnedLinear)}
-        # where the model's own dtype is float32; 16-bit modules are as fast without
+        # only a float32 module gains by it; a 16-bit module (with exact weights) is as fast without
         self.autocast = block.device.type == "cuda" and not block.exact
         count = len(self.batches)
         held_out = max(1, round(count * method.held_out)) if method.held_out and count > 1 else 0
@@ -256,7 +257,7 @@ class Lesson:
         optimizer.zero_grad()
         (self.loss(i) * scale).backward()
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            # none of the sequences is this rank's, or none of the expert's tokens
+            # this rank has no sequence of the iteration, or the expert saw no token
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             ranks.all_reduce(parameter.grad)
@@ -273,9 +274,10 @@ class Lesson:
 
 
 def iterations(batches: Sequence[Batch], size: int, samples: int) -> list[Batch | None]:
-    """This rank's sequences of each iteration, in order; None where one has fewer than ranks.
+    """This rank's sequences in each iteration, in order; None if an iteration has none for it.
 
-    An iteration has ``size`` sequences, the last ones of a batch fewer; all have ``samples``.
+    An iteration has ``size`` sequences, the last one of a batch may have fewer. All iterations
+    together have at most ``samples``.
     """
     own: list[Batch | None] = []
     for batch in ranks.lockstep(batches):

@@ -1,17 +1,17 @@
 """A linear that learns its quantized weight through a straight-through estimator.
 
-Forward is what the quantized linear computes, codes and all: ``V = grid.nearest(W)``. Backward
-passes rounding as if it were not there (APEX4 section 3.3). Where the grid is scaled by a and shift
-by b,
+Forward computes what the quantized linear does, with ``V = grid.nearest(W)``. Backward lets
+gradients pass through the rounding as if it were not there (APEX4 section 3.3). If the grid is
+scaled by a and shifted by b,
 
     dV/dW = 1 where the code is not clamped, else 0
     dV/da = V - W dV/dW        dV/db = 1 - dV/dW
 
 (LSQ arXiv 1902.08153 for the scale, LSQ+ arXiv 2004.09576 for the shift). A scheme without zero
 points has one unknown, the logarithm r of its float scale's change, ``a = e^r``: both clipping
-bounds move together. One with them (:meth:`Scheme.clip_bounds`) has also the lowest and the highest
-value of each group, L and H, as OmniQuant's gamma and beta (arXiv 2308.13137, equation 2), and the
-integers are rounded to them:
+bounds move together. A scheme with zero points (:meth:`Scheme.clip_bounds`) also learns the lowest
+and the highest value of each group, L and H, as OmniQuant's gamma and beta (arXiv 2308.13137,
+equation 2); its integer parameters are those nearest to L and H:
 
     a = e^r (H - L) / (H_0 - L_0)        b = e^r L - a L_0
 
@@ -30,8 +30,8 @@ from qtool.calibration.rounding.rounded import Rounded, arranged
 from qtool.calibration.rounding.scales import float_scale
 from qtool.schemes.base import Grid, Params, Scheme, stored_scale
 
-#: a learned weight starts at most this far from its code, in steps: below 1/2, so that it has that
-#: code
+#: a learned weight starts at most this many steps from the value of its code: below 1/2, so that it
+#: still rounds to that code
 START_WITHIN = 0.45
 
 
@@ -39,15 +39,16 @@ class LearnedLinear(nn.Module):
     """Replaces a linear while its block is distilled.
 
     Args:
-        weight: the exact one ``[N, K]``, where that of ``linear`` is a 16-bit copy.
+        weight: the exact weight ``[N, K]``, if that of ``linear`` is a 16-bit copy.
 
     Attributes:
-        steps: the weight in steps of its group's grid ``[N, G, g]``, float32; starts as near to the
-            exact one as ``start``'s codes allow. Learned in place of the weight, so that one rate
-            suits groups of any size: outlier channels have steps a hundred times the others'.
-        log_ratio: logarithm of the change of the float scale, of its shape; starts at zero.
+        steps: the weight ``[N, G, g]`` divided by the step of its group's grid, float32; it starts
+            as near to the exact weight as the codes of ``start`` allow. It is learned instead of
+            the weight so that one learning rate suits all groups: outlier channels have steps a
+            hundred times as large as others.
+        log_ratio: logarithm of the change of the float scale, in the scale's shape; starts at 0.
         shift: ``[2, N, G]``, how far each group's bounds have moved, in shares of its width; starts
-            at zeros. None where the scheme has no bounds.
+            at 0. None if the scheme has no bounds.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class LearnedLinear(nn.Module):
         self.permutation, self.rotated = permutation, rotated
         self.bias, self.dtype = linear.bias, linear.weight.dtype
         value = scheme.groups(scheme.dequantize(start.codes, start.params))  # [N, G, g]
-        #: what the scheme's sparsity left out stays out
+        #: False where the scheme's sparsity has zeros, which stay
         self.keep = None if scheme.sparsity is None else value != 0
-        #: of the grid that learning starts from ``[N, G, 1]``
+        #: the step ``[N, G, 1]`` of the grid that learning starts from
         self.step = scheme.grid(start.params).step[..., None]
         reach = START_WITHIN * self.step
         change = (
@@ -149,7 +150,7 @@ class StraightThrough(torch.autograd.Function):
     """The nearest grid values ``[N, K]`` of a weight ``steps * step``, with the gradients above.
 
     ``steps`` is ``[N, G, g]``, ``step`` broadcasts to it as ``[N, G, 1]``. ``gain`` is ``[N, G]``
-    or ``[N, 1]``, ``shift`` likewise or None, ``keep`` bool ``[N, G, g]`` or None.
+    or ``[N, 1]``; ``shift`` has its shape or is None; ``keep`` is bool ``[N, G, g]`` or None.
     """
 
     @staticmethod
@@ -190,7 +191,7 @@ def straight_through(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of steps, gain and shift from the ``gradient [N, G, g]`` of the values.
 
-    Those of gain and shift are ``[N, G]``.
+    The gradients of gain and shift are ``[N, G]``.
     """
     weight = steps * step
     lowest, highest = grid.value(grid.low[..., None] - 0.5), grid.value(grid.high[..., None] + 0.5)

@@ -95,7 +95,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of steps, gain and shift from the ``gradient [N, G, g]`` of the values.
 
-    Those of gain and shift are ``[N, G]``.
+    The gradients of gain and shift are ``[N, G]``.
     """
     out = torch.empty_like(steps)
     gain, shift = steps.new_empty(steps.shape[:2]), steps.new_empty(steps.shape[:2])
