@@ -42,12 +42,12 @@ class Job(Architecture):
     """A recipe applied to a model.
 
     Attributes:
-        dtype: of what is stored unpacked, and of the scales of what is packed.
-        source_dtype: of the source's weights; another one where the result is cast.
+        dtype: dtype of tensors that are not packed, and of the scales of packed ones.
+        source_dtype: dtype of the source's weights; it differs from ``dtype`` if they are cast.
         format: the native format of the result.
         transforms: the recipe's transforms, in order, with their options.
         rounding: the recipe's rounding, with its options.
-        other_dtypes: of tensors that stay unpacked in another dtype than ``dtype``, by full name.
+        other_dtypes: dtypes of unpacked tensors that keep another one than ``dtype``, by full name.
         unknown: tensors of the source that the family does not know, on ``meta``, which the last
             shard keeps bit for bit.
         source_notes: a sentence for each way in which weights are not read as the files hold them.
@@ -75,8 +75,8 @@ class Job(Architecture):
         """Check that ``recipe`` can be carried out on the model of ``config``.
 
         Args:
-            source_dtype: of the stored weights; by default what config.json names.
-            dtype: what is not packed is cast to it; by default nothing is cast.
+            source_dtype: dtype of the stored weights; by default the one that config.json names.
+            dtype: dtype to which tensors that are not packed are cast; by default none is cast.
 
         Raises:
             QtoolError: unsupported architecture, unknown scheme, layout or method, an impossible
@@ -173,7 +173,7 @@ class Job(Architecture):
 
     @property
     def balances_experts(self) -> bool:
-        """Whether experts observe tokens beside those that are routed to them."""
+        """Whether experts observe more tokens than the router sends to them."""
         return self.family.experts is not None and self.recipe.min_expert_tokens > 0
 
     @property
@@ -193,7 +193,8 @@ class Job(Architecture):
 
         Such weights can be streamed.
         """
-        nearest = type(self.rounding) is RoundToNearest  # another package's may need no data either
+        # not by needs_data alone: a rounding of another package may need no data either
+        nearest = type(self.rounding) is RoundToNearest
         return nearest and not self.transforms and not self.needs_data
 
     @property
@@ -203,7 +204,7 @@ class Job(Architecture):
 
     @cached_property
     def representatives(self) -> list[int]:
-        """For each block the first equal one.
+        """For each block the number of the first block equal to it.
 
         Blocks are equal if they have the same tensors and store them in the same formats.
         """
@@ -222,7 +223,7 @@ class Job(Architecture):
         return family, *(self.format.of(self.full(block, name)) for name in family.linears())
 
     def linears(self, block: int) -> dict[str, tuple[int, int]]:
-        """Shapes ``(N, K)`` of the linears of a block that the family lets one quantize."""
+        """Shapes ``(N, K)`` of the linears of a block that may be quantized, by name within it."""
         shapes = self.block_shapes(block)
         return {name: shapes[f"{name}.weight"] for name in self.block_family(block).linears()}  # type: ignore[misc]
 
@@ -234,8 +235,8 @@ class Job(Architecture):
     def shards(self) -> list[dict[str, Tensor]]:
         """The tensors of all output shards, on ``meta``.
 
-        The first has the embedding, the last the final norm and the head (and what is
-        :attr:`unknown`), and those between are a block each.
+        The first shard has the embedding, the last one the final norm and the head (and the
+        :attr:`unknown` tensors); each shard between them is a block.
         """
         first, last = (
             {name: self._meta(name, shape) for name, shape in shapes.items()}
@@ -255,7 +256,7 @@ class Job(Architecture):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the head where it is stored apart from the embedding."""
+        """Bytes of the head if it is stored apart from the embedding."""
         dims = self.family.dimensions(self.namespace)
         return int(dims["vocab"]) * int(dims["hidden"]) * self.dtype.itemsize
 
@@ -299,7 +300,7 @@ class Job(Architecture):
         )
 
     def packed_bytes(self, name: str, n: int, k: int) -> int:
-        """The bytes of the quantized linear ``[n, k]`` of this full name."""
+        """The bytes of the quantized linear ``[n, k]`` with the full name ``name``."""
         linear_format = self.format.of(name)
         assert linear_format is not None
         return linear_format.nbytes(n, k) + (4 * k if self.format.is_permuted(name) else 0)
@@ -358,7 +359,7 @@ def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
 
 
 def _require_transforms(method: Transform) -> None:
-    """Refuse a transform that comes after one that there is not."""
+    """Refuse a transform whose ``after`` names a transform that does not exist."""
     for other in method.after:
         if other not in TRANSFORMS:
             raise QtoolError(

@@ -163,11 +163,11 @@ class QuantizeOptions(RecipeOverrides):
     def repacks(self, config: Mapping[str, Any], recipe: Recipe, text: Any) -> bool:
         """Whether a run imports the model of ``config`` as it is, code for code.
 
-        It does where the model is quantized already and nothing but its layout is changed.
+        It does if the model is quantized already, and nothing but its layout is to change.
 
         Args:
-            recipe: of the run.
-            text: what it is calibrated on.
+            recipe: recipe of the run.
+            text: the calibration text; None: none is given.
         """
         changes = (
             *(self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks),

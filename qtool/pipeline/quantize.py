@@ -52,14 +52,14 @@ class Calibration:
 
 
 class CalibrationSource(Protocol):
-    """A :class:`Calibration`, or what draws one when a run starts."""
+    """A :class:`Calibration`, or an object that draws one when a run starts."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What an unfinished run is recognized by."""
+        """Facts that must be equal for an unfinished run to be resumed."""
 
     def for_run(self, output: Output) -> Calibration:
-        """The calibration of the run in ``output``, with all facts for its provenance."""
+        """The calibration of the run in ``output``, with all facts for qtool.json."""
 
 
 def quantize(
@@ -77,18 +77,18 @@ def quantize(
 ) -> Path:
     """Quantize ``source`` by ``recipe`` into the directory ``out``.
 
-    Beside it goes ``OUT.run.json``, the time and memory the run took.
+    The time and memory of the run are written to ``OUT.run.json`` beside it.
 
     Args:
         calibration: token batches; needed if the recipe has a method that looks at activations.
         resume: continue an unfinished run of the same job.
         progress: called after each shard with (done, total, notes).
-        activations: where they are kept between blocks: ``device``, ``host``, ``disk``, or
+        activations: where activations are kept between blocks: ``device``, ``host``, ``disk``, or
             ``auto``.
-        dtype: ``bfloat16``, ``float16`` or ``float32``: what is not packed is cast to it; by
-            default it stays as it is.
-        keep_unknown: copy tensors that the model's family does not know, which are refused
-            otherwise.
+        dtype: ``bfloat16``, ``float16`` or ``float32``, to which tensors that are not packed are
+            cast; by default they are not cast.
+        keep_unknown: copy tensors that the model's family does not know; by default they are
+            refused.
 
     Raises:
         QtoolError: anything wrong with the input; nothing that looks whole is left behind.
@@ -147,18 +147,19 @@ def _prepare(
 
 
 def _require_model(source: Checkpoint, job: Job) -> None:
-    """Refuse a config.json of which transformers, where it knows the type, makes no model."""
+    """Refuse a config.json of a type that transformers knows, but of which it makes no model."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if not job.family.derived and job.config["model_type"] in CONFIG_MAPPING:  # else it is made
+    # the model of a derived family was made when the family was derived
+    if not job.family.derived and job.config["model_type"] in CONFIG_MAPPING:
         empty_model(float_config(source.directory))
 
 
 @contextmanager
 def _noting_refusal(output: Output, record: RunRecord) -> Iterator[None]:
-    """Note where the work is refused for a reason that resuming it cannot change.
+    """Note an error of the work that would come again if the run were resumed.
 
-    Where nothing was written yet, nothing is left.
+    If nothing was written yet, no directory and no record are left.
     """
     try:
         yield
@@ -247,7 +248,7 @@ def _changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _identity(
     source: Checkpoint, job: Job, calibration: CalibrationSource, device: torch.device
 ) -> dict[str, Any]:
-    """Facts that must be equal for a run to be resumed: all that its bytes follow from."""
+    """Facts that must be equal for a run to be resumed: all that determines its bytes."""
     return {
         "source model": source.fingerprint(),
         "recipe": job.format.to_dict() | _methods(job) | _stored(job),

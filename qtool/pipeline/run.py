@@ -40,14 +40,14 @@ def run(
 ) -> Quantized:
     """Quantize ``model`` by ``recipe`` into the directory ``out``.
 
-    A model that is quantized already is imported as it is, if nothing but its scheme and a layout
-    is changed.
+    A model that is quantized already is imported code for code, if ``recipe`` is w4a16/fast and the
+    options change nothing but its layout (:meth:`QuantizeOptions.repacks`).
 
     Args:
         text: the calibration text, as :func:`qtool.pipeline.calibration_windows.windows_of` takes
-            it; by default ``wikitext2``, and of the demo its own.
-        export_format: what it cannot express is refused before any work, and so is a directory
-            that its export would have, beside ``out``.
+            it; by default ``wikitext2``, and for the demo its own.
+        export_format: a format for a later export: what it cannot express is refused before any
+            work, and so is a directory ``OUT-FORMAT`` that exists.
 
     Raises:
         QtoolError: anything wrong with the input.
@@ -74,7 +74,7 @@ def run(
             require_new(out.with_name(f"{out.name}-{export_format}"))
     calibration = None
     if job.needs_data:
-        # it imports what decodes, which takes seconds
+        # the module imports text generation, which takes seconds
         from qtool.pipeline.calibration_windows import windows_of
 
         given = default_text(directory) if text is None else text
@@ -113,9 +113,9 @@ def repack(
 
 
 def default_out(model: str | PathLike[str], scheme: str) -> Path:
-    """``MODEL-SCHEME`` beside a local model; in the working directory for the demo and the hub's.
+    """``MODEL-SCHEME`` beside a local model; in the working directory for the demo and hub models.
 
-    A hub model is named by its id, or by its directory in the hub's cache.
+    MODEL is the last part of a hub model's id, also if its directory in the hub's cache is given.
     """
     local = expand_home(model)
     if model == "demo" or not local.is_dir():
@@ -127,14 +127,14 @@ def default_out(model: str | PathLike[str], scheme: str) -> Path:
 
 
 def default_text(directory: Path) -> str:
-    """The calibration text of a model where none is given."""
+    """The calibration text of a model if the user gives none."""
     return "demo" if directory == DEMO else "wikitext2"
 
 
 def _log_unused(
     options: QuantizeOptions, names: Collection[str], reason: str, text: Any = None
 ) -> None:
-    """Say which of the options ``names``, and that the calibration ``text``, are not used."""
+    """Log which of the options ``names`` were given but are not used; the same for ``text``."""
     named = f"--calib {text}" if isinstance(text, str | Path) else "the calibration data"
     given = [named] if text is not None else []
     for field in fields(options):
