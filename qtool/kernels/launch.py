@@ -1,8 +1,8 @@
 """Loading and launching compiled kernels through the CUDA driver, on torch's current stream.
 
-One struct of parameters per kernel, passed by value: the tensor maps must lie in parameter space.
-What happens once a kernel goes through ``cuda.bindings``; what happens once a launch calls the
-driver's C functions directly, because objects made for a call cost more than the call.
+Each kernel takes one struct of parameters by value, since tensor maps must lie in parameter space.
+Work done once per kernel goes through ``cuda.bindings``. Work done in each launch calls the C
+functions of the driver directly, because the objects of ``cuda.bindings`` cost more than the call.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 
-#: CUtensorMapDataType by the bytes of an item, CUtensorMapSwizzle by its bytes
+#: CUtensorMapDataType by the bytes of an item, CUtensorMapSwizzle by the bytes it swizzles
 _ITEMS = {1: 0, 2: 1, 4: 2, 8: 4}
 _SWIZZLES = {0: 0, 64: 2, 128: 3}
 _L2_PROMOTION_256B = 3
@@ -28,7 +28,7 @@ _U32, _U64 = ctypes.c_uint32 * 2, ctypes.c_uint64 * 2
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, of a flag."""
+    """CUlaunchAttribute whose value is a flag."""
 
     _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
 
@@ -87,7 +87,7 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def require_ampere(op: str, device: torch.device) -> tuple[str, bool]:
-    """NVRTC's name of a GPU's architecture, and whether its launches may overlap: from Hopper on.
+    """NVRTC's name of a GPU's architecture, and whether its launches may overlap (from Hopper on).
 
     Raises:
         QtoolError: naming ``op``, for a GPU before Ampere.
@@ -107,7 +107,7 @@ def multiprocessors(device: torch.device) -> int:
 def load(code: bytes, entry: str, shared_bytes: int, device: int) -> int:
     """The handle of kernel ``entry`` of a cubin, with ``shared_bytes`` of dynamic shared memory.
 
-    It stays loaded: for the caller to keep.
+    The kernel is never unloaded, so the caller should keep the handle.
     """
     driver = _driver()
     library = check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
@@ -146,9 +146,8 @@ def _tensor_map(
 def byte_map(address: int, rows: int, columns: int, box_rows: int, box_bytes: int = 128) -> bytes:
     """TMA descriptor of a row-major byte matrix for boxes of ``box_rows`` x ``box_bytes``.
 
-    Reads beyond the matrix give zeros.
-
-    Rows of 64 or 128 bytes are swizzled over their length, longer ones lie as they are.
+    Reads beyond the matrix give zeros. Rows of a box of 64 or 128 bytes are swizzled over their
+    length; those of another length are not swizzled.
     """
     item = 4 if box_bytes > 256 else 1  # a box has at most 256 items a row
     swizzle = box_bytes if box_bytes in (64, 128) else 0
@@ -164,13 +163,12 @@ def tensor_map(tensor: Tensor, box_rows: int, box_bytes: int = 128) -> bytes:
 def item_map(
     tensor: Tensor, columns: int, box_rows: int, box_columns: int, *, swizzle: int = 0
 ) -> bytes:
-    """TMA descriptor of a matrix of ``columns`` items a row.
-
-    ``swizzle`` is in bytes, 0 for none.
+    """TMA descriptor of a matrix of ``columns`` items per row.
 
     Args:
-        tensor: ``[rows, ...]``, contiguous; its bytes are cut into ``columns`` items of 1, 2, 4 or
-            8.
+        tensor: ``[rows, ...]``, contiguous; each row is cut into ``columns`` items of 1, 2, 4 or 8
+            bytes.
+        swizzle: in bytes, 0 for none.
     """
     item = tensor.nbytes // (tensor.shape[0] * columns)
     return _tensor_map(

@@ -1,9 +1,9 @@
 """Registration of the kernels as torch operators, each from one statement of its signature.
 
-An operator is a NamedTuple: its fields are the arguments, its methods say what they must be, what
-the result looks like, what it is, and how a GPU computes it. The schema follows from the fields.
-Registration with the dispatcher, instead of ``torch.library.custom_op``, keeps Python's autograd
-and its copies out of every call.
+An operator is a NamedTuple (:class:`Operator`). Its fields are the arguments, and torch's schema
+follows from them. Its methods check the arguments, make empty tensors for the result, compute it by
+torch, and compute it on a GPU. Registration with the dispatcher, instead of
+``torch.library.custom_op``, keeps Python's autograd and its copies out of every call.
 """
 
 import inspect
@@ -16,7 +16,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LIBRARY = torch.library.Library("qtool", "DEF")
-#: the arguments' class of each registered operator
+#: the NamedTuple of each registered operator
 OPERATORS: dict[Any, Callable[..., "Operator[Any]"]] = {}
 
 
@@ -42,7 +42,7 @@ def operator(
     """Register ``qtool::name``: the reference on a CPU, the kernel on CUDA, shapes elsewhere.
 
     Args:
-        arguments: the NamedTuple.
+        arguments: the NamedTuple class.
         mutates: the arguments that a call writes to.
     """
     reference: Any = arguments.reference  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """The choice of the kernel that multiplies a packed linear on a GPU.
 
-Without a kernel the scheme's reference runs, or torch's linear where activations have 16 bits.
+Without a kernel the scheme's reference runs, or torch's linear if activations have 16 bits.
 
-A kernel reads the stored bytes as they are: no repacking at load. Its module is imported by its
-first call, which a CPU never makes. :data:`KERNELS` is the table to add one to.
+A kernel reads the stored bytes as they are; nothing is repacked at load. The module of a kernel is
+imported by its first call, so never on a CPU. A new kernel is added to :data:`KERNELS`.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Call:
     """One multiplication of a packed linear.
 
-    ``x [M, K]`` is contiguous; ``permutation [K]`` orders its channels, or is None, and they are
-    rotated then if ``format.rotated``; ``norm [K]`` and ``epsilon`` are of an RMSNorm of ``x`` that
-    is computed along with it, or None.
+    ``x [M, K]`` is contiguous. ``permutation [K]``, if not None, gathers its channels, which are
+    then rotated if ``format.rotated``. ``norm [K]``, if not None, and ``epsilon`` are the weight
+    and the epsilon of an RMSNorm of ``x`` that is computed along with it.
     """
 
     x: Tensor
@@ -47,9 +47,9 @@ class Call:
 class ExpertsCall:
     """One multiplication by the packed linears of E experts, each of its own tokens.
 
-    Which are ``x``, ``place``, ``expert_offsets`` and ``fusion`` of
-    :class:`~qtool.kernels.experts.rows.ExpertRows`. Each of ``stored`` is a stack ``[E, J, ...]``:
-    of J linears an expert, whose outputs follow one another.
+    ``x``, ``place``, ``expert_offsets`` and ``fusion`` give the tokens of each expert, as in
+    :class:`~qtool.kernels.experts.rows.ExpertRows`. Each tensor of ``stored`` is a stack
+    ``[E, J, ...]`` of J linears per expert, whose outputs follow one another.
     """
 
     x: Tensor
@@ -66,17 +66,18 @@ class Kernel:
     """A GEMM on a packed weight, its activation quantization included.
 
     Attributes:
-        name: for reports.
-        precision: of its products and sums, likewise.
-        capabilities: of the GPUs it runs on, ``(major, minor)``.
-        multiply: gives ``[M, N]`` of ``out_dtype`` by the ops, for any tensors, traced ones too.
-        prepare: for CUDA tensors like those of a call, the same without torch's dispatcher; the
-            call's ``x`` stands for its dtype and device. None: only the ops do it.
-        experts: gives ``[P, N]`` for the experts of a mixture in one launch, by the ops. None: it
-            multiplies one expert at a time.
-        n: what N must be a multiple of.
-        k: likewise K.
-        dtypes: of x that it takes; all of :data:`FLOATS` are possible as ``out_dtype``.
+        name: its name in reports.
+        precision: how it multiplies and adds, for reports.
+        capabilities: compute capabilities ``(major, minor)`` of the GPUs it runs on.
+        multiply: gives ``[M, N]`` of ``out_dtype`` by torch operators, which can be traced.
+        prepare: gives an object that multiplies like ``multiply``, without torch's dispatcher, for
+            CUDA tensors of the dtype and device of the call's ``x``. None: there is only
+            ``multiply``.
+        experts: gives ``[P, N]`` for the experts of a mixture in one launch. None: ``multiply``
+            runs once for each expert.
+        n: N must be a multiple of it.
+        k: K must be a multiple of it.
+        dtypes: dtypes of x that it takes; all of :data:`FLOATS` are possible as ``out_dtype``.
         exact: ``out_dtype=torch.int32`` gives the bare integer sums, equal to the reference's.
         tolerance: relative distance (Frobenius) of float32 outputs from the scheme's float64
             arithmetic.
@@ -139,12 +140,12 @@ def _quantized_rows(call: ExpertsCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rows(call: ExpertsCall) -> tuple[Tensor, Tensor | None, Tensor, str, bool]:
-    """The arguments of what quantizes or copies the tokens."""
+    """The arguments of the operator that quantizes or copies the tokens."""
     return call.x, call.place, call.expert_offsets, call.fusion, call.format.rotated
 
 
 def _by_rows(call: ExpertsCall) -> dict[str, Tensor]:
-    """Tensors that are stored by rows of output channels as ``[E, ...]``: of one linear each."""
+    """The stored tensors as ``[E, ...]``, the J linears of an expert joined along their rows."""
     return {name: tensor.flatten(1, 2) for name, tensor in call.stored.items()}
 
 
@@ -199,9 +200,9 @@ def _prepared(operand: "Operand", weight: "Weight", n: int, call: Call) -> "Prep
 
 
 def _rotated(call: Call) -> Call:
-    """``call`` with its inputs gathered and rotated, where the kernel does not do it itself.
+    """``call`` with gathered and rotated inputs, for kernels that do not do this themselves.
 
-    They are float32 then, as the reference quantizes them.
+    Rotated inputs are float32, in which the reference quantizes them too.
     """
     if not call.format.rotated:
         return call
@@ -246,7 +247,7 @@ def _w4a16(call: Call) -> Tensor:
 
     dtype, call = call.x.dtype, _rotated(call)
     x = call.x if call.permutation is None else call.x[:, call.permutation.long()]
-    x = x.to(dtype)  # the kernel takes 16 bits alone
+    x = x.to(dtype)  # the kernel takes only 16 bits
     qweight, scale = call.stored["qweight"], call.stored["scale"]
     if "metadata" in call.stored:
         return w4a16_24_gemm(x, qweight, call.stored["metadata"], scale, call.bias, call.out_dtype)
@@ -264,7 +265,7 @@ def _w4a16_experts(call: ExpertsCall) -> Tensor:
 
 HOPPER = frozenset({(9, 0)})
 AMPERE_AND_ADA = frozenset({(8, 0), (8, 6), (8, 9)})
-#: which has neither Hopper's wgmma nor s4 tensor cores
+#: Blackwell has neither Hopper's wgmma nor s4 tensor cores
 BLACKWELL = frozenset({(10, 0), (10, 3), (12, 0), (12, 1)})
 ALL_GPUS = AMPERE_AND_ADA | HOPPER | BLACKWELL
 S8 = "int8 x int8 wgmma, int32 sums"
@@ -300,7 +301,7 @@ W4A16_24 = Kernel(
     exact=False,
 )
 
-#: by scheme and layout; of several, the first that accepts the weight and the GPU
+#: kernels by scheme and layout; the first one that accepts the weight and the GPU is used
 KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
     ("w4a8-lqq", "dual-mma"): (W4A8,),
     ("w4a8-qoq", "dual-mma"): (W4A8,),
@@ -319,7 +320,7 @@ KERNELS: dict[tuple[str, str], tuple[Kernel, ...]] = {
 
 
 def not_served(linears: PackedLinears) -> dict[str, str]:
-    """What qtool.json says of a checkpoint that no engine can serve: why."""
+    """The entry of qtool.json that says why no engine can serve a checkpoint; empty if one can."""
     formats = [rule.format for rule in linears.format.rules if rule.format]
     found = [f"{f.scheme} in {f.layout}" for f in formats if not KERNELS.get((f.scheme, f.layout))]
     if found:

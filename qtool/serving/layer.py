@@ -1,8 +1,8 @@
-"""A packed linear as a layer of an engine: vLLM's and SGLang's know the same methods.
+"""A packed linear as a layer of an engine; vLLM and SGLang call the same methods of it.
 
-Engines ask a layer's method for parameters, load them, let it prepare them and call it. Parameters
-are the engine's own classes, which know what a rank has of each linear; they are gone before the
-first token.
+An engine asks a layer's method to make parameters, loads weights into them, lets the method process
+them and calls it for each forward. The parameters are of the engine's own classes, which cut out
+what a rank holds of each linear; plain ones replace them before the first token.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,10 +28,10 @@ _COMPILED: set[tuple[Any, ...]] = set()
 
 @dataclass(frozen=True)
 class ParameterTypes:
-    """An engine's parameter classes, by what a rank has of a tensor.
+    """An engine's parameter classes, by how ranks and joined linears share a stored tensor.
 
-    They are cut along the input channels, along the output channels, along both; the last is one
-    tensor for each joined linear.
+    ``row`` is cut along the input channels, ``channel`` along the output channels, ``packed`` along
+    both; ``one_per_linear`` holds a tensor of each joined linear.
     """
 
     row: Callable[..., Any]
@@ -49,8 +49,8 @@ class PackedLinear:
         permuted: whether each has an input permutation.
 
     Attributes:
-        pieces: of each GEMM, the layer's attribute by stored name; one, unless the linears' inputs
-            differ.
+        pieces: for each GEMM, the names of the layer's attributes by stored name; there is one GEMM
+            unless the joined linears gather or quantize their input differently.
     """
 
     types: ClassVar[ParameterTypes]
@@ -155,7 +155,7 @@ class PackedLinear:
             _COMPILED.add(key)
 
     def _split(self, stored: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What each GEMM reads: one for all linears that gather and quantize their input alike."""
+        """The tensors of each GEMM; one serves linears that gather and quantize alike."""
         own = [name for name, axis in self.axes.items() if axis.output is None]
         if len(self.names) == 1 or all(
             torch.equal(stored[name], stored[name][:1].expand_as(stored[name])) for name in own
@@ -187,7 +187,7 @@ class PackedLinear:
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def gemms(self, layer: Any) -> Iterator[Gemm]:
-        """What the layer multiplies, for who wants to check it."""
+        """The layer's products, for a check of them."""
         multiply = partial(self.apply, layer, bias=layer.bias)
         what = self.name, self.names, _inputs(layer), self.dtype
         yield Gemm(*what, multiply, self.kernel, len(self.pieces))
@@ -206,9 +206,9 @@ def _inputs(layer: Any) -> int:
 
 
 class OnePerLinear:
-    """A parameter ``[linears, ...]`` of what each joined linear has of its own.
+    """A parameter ``[linears, ...]`` with a tensor of each joined linear, the same on all ranks.
 
-    Every rank has all of it. It stands beside an engine's parameter class.
+    It is a base class beside an engine's parameter class.
     """
 
     data: Tensor
@@ -239,7 +239,7 @@ class TrackedLoader:
         self.shards.update(last if isinstance(last, tuple) else (last,))
 
     def require(self, name: str, linears: int) -> None:
-        """Refuse a tensor of which some linears, or all, were not in the checkpoint."""
+        """Refuse a tensor that the checkpoint lacks for some of the linears, or for all."""
         if None not in self.shards and len(self.shards) < linears:
             raise QtoolError(
                 f"{name}: {len(self.shards)} of {linears} tensors were loaded; the checkpoint "
