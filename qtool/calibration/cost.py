@@ -89,7 +89,7 @@ class BlockShape:
 
     @property
     def pruned(self) -> set[str]:
-        """Names of those that are pruned."""
+        """Names of the linears that are pruned."""
         return {name for name, scheme in self.schemes.items() if scheme.sparsity}
 
     @property

@@ -31,7 +31,7 @@ Aggregate = Callable[[Sequence[Any]], float]
 def metrics_and_items(
     values: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], better: Mapping[str, bool]
 ) -> tuple[dict[str, Metric], Items]:
-    """The metrics of one task, and the items of those that are means.
+    """The metrics of one task, and the items of each metric that is a mean over items.
 
     Args:
         values: lm-eval's results: ``acc,none``: 0.5, ``acc_stderr,none``: 0.1, ``alias``: ...

@@ -51,7 +51,7 @@ def _measure(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A layer's ``update`` that adds the squares of error and of what was given to ``total``."""
+    """A layer's ``update`` that adds squared errors and squares of keys and values to ``total``."""
     read = update(keys, values, *args, **kwargs)
     for place, (exact, seen) in enumerate(zip((keys, values), read, strict=True)):
         total[2 * place] += (seen - exact).double().square().sum().cpu()

@@ -59,12 +59,13 @@ def load_as_export(
     It needs the memory of the 16-bit model and runs none of qtool's kernels.
 
     Args:
-        directory: of a native checkpoint.
+        directory: directory of a native checkpoint.
         format: ``compressed-tensors``, or that with ``-w4a16``, ``-w8a8`` or ``-w4a8``.
         device: as in :func:`qtool.load`.
-        dtype: likewise; transformers' load of the export must have the same.
-        dequantize: as transformers loads it with ``dequantize=True``. Weights with zero points it
-            loads only so.
+        dtype: as in :func:`qtool.load`; the result is that of transformers if it loads the export
+            in the same dtype.
+        dequantize: run as transformers does after a load with ``dequantize=True``, the only way in
+            which it loads weights with zero points.
 
     Raises:
         QtoolError: an unknown format, one that transformers does not run, one that cannot hold this

@@ -54,8 +54,8 @@ class CheckpointFormat:
     Args:
         scheme: the name the user asked for (a recipe's; its rules may mix schemes).
         permuted: names within a block of the linears that store an input permutation.
-        rotated: likewise of those whose inputs are rotated at run time, ``*`` for any expert's
-            number.
+        rotated: names within a block of the linears whose inputs are rotated at run time, with
+            ``*`` for any expert's number.
         kv: the KV-cache quantizer, or None.
     """
 

@@ -6,8 +6,8 @@ Other names and forms that occur; none of them costs a copy:
 - names without ``model.`` (``transformer.``), as the bare decoder's own ``save_pretrained`` writes
   them;
 - ``experts.gate_up_proj [E, 2 I, H]`` and ``experts.down_proj [E, H, I]``, transformers 5's own
-  form of a mixture: each expert's gate, up and down are rows of the stacks, or columns where these
-  are transposed, gate and up one after the other or in turn; likewise biases;
+  form of a mixture: each expert's gate, up and down are rows of the stacks, or columns if these
+  are transposed, gate and up one after the other or in turn; biases have the same form;
 - ``mlp.gate`` of a Mixtral beside such stacks: ``block_sparse_moe.gate``;
 - weights with inputs before outputs, as GPT-2's;
 - rows of other tensors, such as the convolutions of q, k and v that transformers joins along
@@ -200,7 +200,7 @@ def _roles(one: Entry, names: Experts) -> dict[str, Entry]:
 
 
 def _rows(one: Entry, names: Experts, start: int, step: int, share: int) -> Entry:
-    """Every ``step``-th row from ``start``, a ``share``-th of all, of what the file holds."""
+    """Every ``step``-th row of ``one`` from ``start`` on: one of ``share`` equal parts."""
     transposed = names.transposed and len(one.shape) == 2
     shape = one.shape[::-1] if transposed else one.shape
     part = (shape[0] // share, *shape[1:])

@@ -225,7 +225,7 @@ def require_scales(model: PreTrainedModel) -> None:
 def _supply(
     decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], Any]:
-    """Give a forward a quantized cache where it has none, and an empty cache quantized layers."""
+    """Give a forward without a cache a quantized one, and an empty cache quantized layers."""
     named = dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)) | kwargs
     named = with_cache_renamed(named)
     cache = named.get(CACHE)

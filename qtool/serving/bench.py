@@ -230,7 +230,7 @@ def timed(llm: Any, input_tokens: int) -> Callable[[int, int], float]:
 
 
 def least(run: Callable[[], float], times: int) -> float:
-    """The least of what ``times`` runs take, or of those that begin within ``PATIENCE``."""
+    """The seconds of the fastest of ``times`` runs; none begins after ``PATIENCE`` seconds."""
     found: list[float] = []
     while len(found) < times and sum(found) < PATIENCE:
         found.append(run())

@@ -193,7 +193,7 @@ def _in_a_text_model(name: str, family: Family) -> str:
 
 
 def _read(work: Conversion, owner: str, settings: Any, notes: Json) -> Tensor:
-    """The bytes of what is made of ``owner``."""
+    """The bytes of the tensor that the export makes of ``owner``."""
     ((own, tensor),) = work.tensors(owner, notes)  # its own name ends as ours does
     return _bytes(as_stored(own, tensor, settings))
 

@@ -32,9 +32,10 @@ class FloatFormat(Protocol):
     """A format, as one ``quantization_config`` describes it.
 
     Attributes:
-        about: what it is, for people.
+        about: a description of the format for messages.
         scales: endings of the names of scales; each must belong to a weight.
-        unread: endings of the names of what no weight needs: scales of activations or a KV cache.
+        unread: endings of the names of tensors that no weight needs: scales of activations or a KV
+            cache.
     """
 
     @property

@@ -19,7 +19,7 @@ class Kind(IntEnum):
     """How a value depends on its producer's channel; a later one promises less."""
 
     LINEAR = 0  # linear in it, with one coefficient for all channels
-    SUM = 1  # likewise, and something else is added
+    SUM = 1  # linear in it as above, and something else is added
     HEADS = 2  # linear, with one coefficient for the channels of a head
     SCALED = 3  # linear, with a coefficient of its own: a positive factor passes
     ORDERED = 4  # some function of it alone: an order passes

@@ -35,7 +35,7 @@ def record(model: Any) -> Recorded:
 
 
 def _text_models(model: Any) -> Iterator[str]:
-    """Names of what in ``model`` is a language model of its text config, the outermost first."""
+    """Names of the modules that are language models of the text config, the outermost first."""
     from transformers import PreTrainedModel
 
     kind = type(model.config.get_text_config(decoder=True))

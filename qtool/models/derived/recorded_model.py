@@ -178,5 +178,5 @@ def _heads(config: Any) -> Heads | None:
     """The heads of all blocks, None where they differ or there are none."""
     try:
         return Heads.of(config)
-    except Exception:  # likewise
+    except Exception:  # transformers' own error again
         return None

@@ -318,7 +318,7 @@ class BuiltBlocks:
         _empty(block.module)
 
     def _unpacked(self, index: int, parts: Mapping[str, Tensor]) -> Block:
-        """Block ``index`` of what it stores, ``parts`` by their names within it."""
+        """Block ``index`` made of its stored tensors ``parts``, by their names within it."""
         job, dtype = self.job, self.compute or torch.float32
         weights = {
             n: parts[n] if n in parts else torch.empty(s, dtype=dtype, device="meta")

@@ -151,7 +151,7 @@ class Distill(Rounding):
     def sizes(self, targets: Sequence[Tensor | None]) -> list[float]:
         """What :meth:`distance` is divided by in each batch to give the mean loss of all ranks.
 
-        ``targets`` are this rank's shares ``[b, S, H]``, None where it has none.
+        ``targets`` are this rank's shares ``[b, S, H]`` of the batches, None if it has no share.
         """
 
         def size(target: Tensor | None) -> float:
