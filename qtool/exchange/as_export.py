@@ -80,6 +80,11 @@ def load_as_export(
     dequantize |= any(
         target.of_scheme[found.scheme].form is asymmetric_4 for found in formats.values() if found
     )
+    if dequantize and not target.alike(formats):
+        raise QtoolError(
+            "transformers dequantizes all linears of an export by its first config group, and this"
+            " one has several: load it without dequantize"
+        )
     model = load_as_stored(directory, device=device, dtype=dtype)
     for name, linear in quantized_linears(model).items():
         model.set_submodule(name, _exported(linear, target, model.dtype, dequantize))

@@ -252,3 +252,28 @@ def test_zero_points_beside_others_are_said_not_to_load(
         client(done.directory, dequantize=dequantize)
     with pytest.raises(QtoolError, match=sentence):
         load_as_export(ours, "compressed-tensors-w4a16", dequantize=dequantize)
+
+
+@pytest.mark.parametrize(
+    "others", [rule("w4a16", 32), rule("w8a8", "channel")], ids=["group size", "scheme"]
+)
+def test_several_groups_are_not_dequantized(
+    others: dict[str, Any], source: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = recipe_of([rule("w4a16", 64, match="down_proj"), others])
+    ours = quantize(Checkpoint(source("llama", torch.float32)), recipe, tmp_path / "native")
+    done = export(ours, "compressed-tensors", tmp_path / "ct")
+    with pytest.raises(RuntimeError, match="automatic conversion"):
+        client(done.directory, dequantize=True)
+    with pytest.raises(QtoolError, match="by its first config group, and this one has several"):
+        load_as_export(ours, "compressed-tensors", dequantize=True)
+
+
+def test_two_schemes_that_are_stored_alike_load_together(
+    source: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = recipe_of([rule("w4a16-24", 64, match="down_proj"), rule("w4a16", 64)])
+    ours = quantize(Checkpoint(source("llama", torch.float32)), recipe, tmp_path / "native")
+    done = export(ours, "compressed-tensors", tmp_path / "ct")
+    found = logits(client(done.directory, dequantize=True))
+    assert torch.equal(found, logits(load_as_export(ours, "compressed-tensors", dequantize=True)))

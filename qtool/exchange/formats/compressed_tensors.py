@@ -123,15 +123,23 @@ class CompressedTensors(ExportFormat):
         return f"experts: transformers cannot load them {kind}; serve this export with vLLM"
 
     def cautions_mixed(self, formats: Formats) -> str:
-        kinds = {scheme_and_group(found): found.scheme for found in formats.values() if found}
-        zeros = any(self.of_scheme[scheme].form is asymmetric_4 for scheme in kinds.values())
-        # it loads them dequantized alone, and dequantizes all linears by the first config group
+        found = filter(None, formats.values())
+        zeros = any(self.of_scheme[one.scheme].form is asymmetric_4 for one in found)
+        # it loads them dequantized alone
         return (
             "transformers cannot load weights with zero points beside those of another scheme or "
             "group size"
-            if zeros and len(kinds) > 1
+            if zeros and not self.alike(formats)
             else ""
         )
+
+    def alike(self, formats: Formats) -> bool:
+        """Whether one config group describes all linears.
+
+        transformers, told to dequantize, dequantizes all of them by the first.
+        """
+        groups = [self._group(found, []) for found in formats.values() if found]
+        return all(group == groups[0] for group in groups)
 
     def tensors(
         self, linear_format: LinearFormat, codes: Tensor, params: Params
