@@ -12,14 +12,14 @@ rounded to the dtype of its scales, and nothing else quantized.
 """
 
 from functools import partial
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qtool.errors import QtoolError, require_path
+from qtool.errors import QtoolError
 from qtool.exchange import export_formats
 from qtool.exchange.export import keeps_kv_scales
 from qtool.exchange.export_format import TOKEN_INT8, ExportFormat
@@ -28,7 +28,7 @@ from qtool.exchange.exportable import exported_formats
 from qtool.exchange.formats.affine import asymmetric_4
 from qtool.exchange.formats.compressed_tensors import E4M3_MAX, CompressedTensors
 from qtool.format import native_format
-from qtool.io.source import read_config
+from qtool.io.source import directory_of, read_config
 from qtool.models import family_of
 from qtool.models.cache_argument import CACHE
 from qtool.runtime.huggingface import quantized_linears
@@ -47,19 +47,19 @@ RUNS = (
 
 
 def load_as_export(
-    directory: str | Path,
+    model: str | PathLike[str],
     format: str,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     dequantize: bool = False,
 ) -> PreTrainedModel:
-    """Load ``directory`` as transformers runs its export in ``format``, in eval mode.
+    """Load ``model`` as transformers runs its export in ``format``, in eval mode.
 
     It needs the memory of the 16-bit model and runs none of qtool's kernels.
 
     Args:
-        directory: directory of a native checkpoint.
+        model: a native checkpoint's directory or hub id.
         format: ``compressed-tensors``, or that with ``-w4a16``, ``-w8a8`` or ``-w4a8``.
         device: as in :func:`qtool.load`.
         dtype: as in :func:`qtool.load`; the result is that of transformers if it loads the export
@@ -68,10 +68,10 @@ def load_as_export(
             which it loads weights with zero points.
 
     Raises:
-        QtoolError: an unknown format, one that transformers does not run, one that cannot hold this
-            model, or linears that transformers does not load in it.
+        QtoolError: not a native checkpoint, an unknown format, one that transformers does not run,
+            one that cannot hold this model, or linears that transformers does not load in it.
     """
-    target, directory = require_runs(format), require_path("directory", directory)
+    target, directory = require_runs(format), directory_of(model)
     config = read_config(directory)
     native = native_format(config)
     formats = exported_formats(target, native, config)
@@ -85,17 +85,17 @@ def load_as_export(
             "transformers dequantizes all linears of an export by its first config group, and this"
             " one has several: load it without dequantize"
         )
-    model = load_as_stored(directory, device=device, dtype=dtype)
-    for name, linear in quantized_linears(model).items():
-        model.set_submodule(name, _exported(linear, target, model.dtype, dequantize))
+    loaded = load_as_stored(directory, device=device, dtype=dtype)
+    for name, linear in quantized_linears(loaded).items():
+        loaded.set_submodule(name, _exported(linear, target, loaded.dtype, dequantize))
     if native.kv is not None:
-        unquantize_kv(model)
+        unquantize_kv(loaded)
     if keeps_kv_scales(target, native.kv, family_of(config)) and not dequantize:
-        for attention in [module for module in model.modules() if hasattr(module, SCALES[0])]:
+        for attention in [module for module in loaded.modules() if hasattr(module, SCALES[0])]:
             stored = target.kv_tensors(*(attention.get_buffer(scale) for scale in SCALES))
-            scales = [scale.to(model.dtype) for scale in stored.values()]
+            scales = [scale.to(loaded.dtype) for scale in stored.values()]
             attention.register_forward_pre_hook(partial(_round_cache, scales), with_kwargs=True)
-    return model
+    return loaded
 
 
 def require_runs(format: str) -> CompressedTensors:

@@ -4,6 +4,7 @@ to the last bit.
 
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from click.testing import CliRunner
@@ -170,6 +171,15 @@ def test_refusals(name: str, message: str, make_model: MakeModel) -> None:
     native = quantized(make_model(), "w4a16", 32)
     with pytest.raises(QtoolError, match=message):
         qtool.load_as_export(native, name)
+
+
+def test_a_hub_id(make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = quantized(make_model(), "w4a16", 32)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(native))
+    found, expected = (
+        qtool.load_as_export(model, "compressed-tensors") for model in ("owner/name", native)
+    )
+    assert torch.equal(answers(found)[1], answers(expected)[1])
 
 
 def test_eval_as_an_export(tmp_path: Path) -> None:
