@@ -73,7 +73,7 @@ def readers_of(
 
     observe(block, batches, {norm: partial(add, norm=norm) for norm in names})
     for norm, weights in names.items():
-        h = moments[norm] / moments[norm].diagonal().mean() if batches else one
+        h = moments[norm] / moments[norm].diagonal().mean().clamp(min=1e-20) if batches else one
         rows = [without_outliers(block.weight(name).float()) for name in weights]
         powers = [((row @ h.float()) * row).sum(1).mean().clamp(min=1e-20) for row in rows]
         sparsities = [block.schemes[name].sparsity or (1, 1) for name in weights]

@@ -159,6 +159,14 @@ def test_uncorrelated_outputs_have_the_inverse_of_one(llama, blocks) -> None:
     torch.testing.assert_close(found.inverse, torch.eye(len(found.inverse)) / 1.1)
 
 
+def test_inputs_of_zeros_have_a_finite_inverse(llama, blocks) -> None:
+    block, batches = blocks(llama, get("w4a16-24", 32))[0]
+    for batch in batches:
+        batch.hidden.zero_()
+    (found,) = readers_of(block, batches, {"self_attn.q_proj": "input_layernorm"})
+    torch.testing.assert_close(found.inverse, torch.eye(len(found.inverse)) * 10)
+
+
 def test_logits_stay_in_an_order_for_pruning(any_model, transformed, logits) -> None:
     transforms = [Reorder(groups=("norm", "heads", "product"))]
     reordered = transformed(any_model, transforms, get("w4a16-24", 32))
