@@ -25,7 +25,14 @@ import qtool
 from qtool import recipes
 from qtool.errors import QtoolError, checking
 from qtool.exchange.convert import Conversion, Json, Metadata, Tensors, convert
-from qtool.exchange.import_format import SYMMETRIC, ZERO_POINTS, Grid, ImportFormat, grid_of
+from qtool.exchange.import_format import (
+    INSTEAD,
+    SYMMETRIC,
+    ZERO_POINTS,
+    Grid,
+    ImportFormat,
+    grid_of,
+)
 from qtool.exchange.import_formats import import_format_of
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.io.check_source import check_source, require_tied
@@ -202,11 +209,13 @@ def _linears(source: Checkpoint, foreign: ImportFormat) -> dict[str, tuple[int, 
     if strange := sorted(quantized - linears.keys()):
         raise QtoolError(
             f"{strange[0]} is quantized, but is not a linear of a {model.name} block; "
-            "qtool keeps it plain"
+            f"qtool keeps it plain; {INSTEAD}"
         )
     if not linears:
         raise QtoolError(
-            f"{source.directory}: says it is {foreign.name}, but holds no {foreign.weight}"
+            f"{source.directory}: config.json says that it is {foreign.name}, and the files hold no"
+            f" {foreign.weight}: where its weights are in 16 bits take quantization_config out of"
+            " config.json and use qtool quantize"
         )
     return linears
 
@@ -229,7 +238,8 @@ def _plain(
         strange = linear in linears and part not in foreign.parts and name not in shapes
         if strange and (part != "bias" or source.read(name).any()):
             raise QtoolError(
-                f"{name}: not a tensor of a {model.family.name} model; refusing to lose it"
+                f"{name}: not a tensor of a {model.family.name} model; refusing to lose it;"
+                f" {INSTEAD}"
             )
     return set(shapes)
 

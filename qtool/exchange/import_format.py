@@ -113,7 +113,7 @@ def grid_of(source: Checkpoint, foreign: ImportFormat, name: str, shape: tuple[i
     if codes.dtype != torch.int32 or codes.shape != words:
         raise QtoolError(
             f"{name}.{foreign.weight}: {codes.dtype} {list(codes.shape)} found; "
-            f"int32 words {list(words)} of {n} x {k} codes expected"
+            f"int32 words {list(words)} of {n} x {k} codes expected; {INSTEAD}"
         )
     scales = source.entry(f"{name}.{foreign.scales}")
     rows, columns = scales.shape if len(scales.shape) == 2 else (0, 0)
@@ -121,12 +121,13 @@ def grid_of(source: Checkpoint, foreign: ImportFormat, name: str, shape: tuple[i
     if outputs != n or not groups or k % groups:
         raise QtoolError(
             f"{name}.{foreign.scales}: shape {list(scales.shape)} is not that of a weight "
-            f"[{n}, {k}]"
+            f"[{n}, {k}]; {INSTEAD}"
         )
     size = None if groups == 1 else k // groups
     if size not in ANY:
         raise QtoolError(
-            f"{name}: group size {size} is not one of w4a16's: {', '.join(map(size_text, ANY))}"
+            f"{name}: group size {size} is not one of w4a16's: {', '.join(map(size_text, ANY))};"
+            f" {INSTEAD}"
         )
     order = None
     if foreign.group_index and f"{name}.{foreign.group_index}" in source:

@@ -39,8 +39,10 @@ def import_format_of(config: Mapping[str, Any]) -> ImportFormat:
         )
     try:
         return IMPORT_FORMATS[str(method)](quantization)
+    except QtoolError as error:
+        raise QtoolError(f"{error}; {INSTEAD}") from error
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise QtoolError(f"quantization_config is damaged: {error!r}") from error
+        raise QtoolError(f"quantization_config is damaged: {error!r}; {INSTEAD}") from error
 
 
 def already_quantized(config: Mapping[str, Any]) -> str:
@@ -53,5 +55,5 @@ def already_quantized(config: Mapping[str, Any]) -> str:
     except QtoolError as error:
         if method == "qtool":
             return str(error)
-        return f"{found}: pass the original checkpoint ({error})"
+        return f"{found}: {error}"
     return f"{found}: pass the original checkpoint, or repack this {known.name} with `qtool import`"

@@ -119,9 +119,7 @@ def import_format(config: Config) -> ImportFormat:
     """
     require_setting(config, "bits", 4, "GPTQ", "w4a16 is the only weight-only scheme")
     if config.get("lm_head"):
-        raise QtoolError(
-            "the lm_head is quantized; qtool keeps it in 16 bits: quantize the original model"
-        )
+        raise QtoolError("the lm_head is quantized, and qtool keeps it in 16 bits")
     rules = (config.get("dynamic") or {}).items()
     if any(rule.startswith("+:") or settings for rule, settings in rules):
         raise QtoolError(
