@@ -315,27 +315,32 @@ def test_dtypes_that_no_model_has(  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-@pytest.mark.parametrize("dtype", ["int8", "nonsense"])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("mistral3", "text_config"), ("qwen3_omni_moe", "thinker_config.text_config")],
+)
 def test_dtypes_that_no_text_model_has(  # type: ignore[no-untyped-def]
-    key: str, dtype: str, refused, tmp_path: Path
+    key: str, kind: str, place: str, refused, tmp_path: Path
 ) -> None:
     """A plan counts bytes by the text model's dtype where the wrapper names none."""
-    model = save_tiny("mistral3", tmp_path / "model")
-    text = json.loads((model / "config.json").read_text())["text_config"]
-    text.pop("dtype", None)
-    edit_config(model, text_config=text | {key: dtype})
-    said = f"config.json: its text_config's dtype is {dtype!r}, in which no model can be loaded"
-    refused(said, model)
-    with pytest.raises(QtoolError, match=re.escape(said)):
-        qtool.plan(model / "config.json", "w8a8")
+    model = save_tiny(kind, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
-    config = {name: value for name, value in config.items() if "dtype" not in name}
-    sizes = []
-    for dtype in ("bfloat16", "float32"):
-        config["text_config"] = text | {key: dtype}
+    text = config
+    for part in ["", *place.split(".")]:
+        text = text[part] if part else text
+        text.pop("dtype", None)
+    sizes = {}
+    for dtype in ("int8", "nonsense", "bfloat16", "float32"):
+        text[key] = dtype
         (model / "config.json").write_text(json.dumps(config))
-        sizes.append(qtool.plan(model / "config.json", "w8a8").source_bytes)
-    assert sizes[1] == 2 * sizes[0]
+        if dtype in ("bfloat16", "float32"):
+            sizes[dtype] = qtool.plan(model / "config.json", "w8a8").source_bytes
+            continue
+        said = f"config.json: its {place}'s dtype is {dtype!r}, in which no model can be loaded"
+        refused(said, model)
+        with pytest.raises(QtoolError, match=re.escape(said)):
+            qtool.plan(model / "config.json", "w8a8")
+    assert sizes["float32"] == 2 * sizes["bfloat16"]
 
 
 def test_missing_tensor(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]

@@ -287,8 +287,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise QtoolError(f"{path}: no model_type in it")
-    for part in with_text_config(config):
-        dtype, whose = own_dtype(part), "" if part is config else "text_config's "
+    for name, part in with_text_config(config).items():
+        dtype, whose = own_dtype(part), f"{name}'s " if name else ""
         if dtype != "None" and getattr(torch, dtype, None) not in (*DTYPES.values(), torch.float64):
             raise QtoolError(
                 f"{path}: its {whose}dtype is {dtype!r}, in which no model can be loaded: write "

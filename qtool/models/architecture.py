@@ -12,6 +12,8 @@ from qtool.models.family import Family
 
 #: the dtypes in which a model's weights may be stored, by their names in config.json
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+#: where a multimodal wrapper's config.json has its text model's, or a wrapper of that
+TEXT_CONFIGS = ("text_config", "thinker_config")
 
 
 @dataclass
@@ -93,9 +95,17 @@ def context_length(settings: Any) -> int | None:
     return next((length for length in lengths if length and length > 0), None)  # XLNet has -1
 
 
-def with_text_config(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """config.json, and the part of a multimodal wrapper's that is the text model's."""
-    return [c for c in (config, config.get("text_config")) if isinstance(c, Mapping)]
+def with_text_config(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """config.json, under ``""``, and the parts of a multimodal wrapper's that the text model is in.
+
+    These are named as ``thinker_config.text_config`` is.
+    """
+    found = {"": config}
+    for key in TEXT_CONFIGS:
+        if isinstance(part := config.get(key), Mapping):
+            inner = with_text_config(part)
+            found |= {f"{key}.{name}".rstrip("."): own for name, own in inner.items()}
+    return found
 
 
 def named_dtype(config: Mapping[str, Any]) -> str:
@@ -103,7 +113,7 @@ def named_dtype(config: Mapping[str, Any]) -> str:
 
     Else ``None``.
     """
-    names = map(own_dtype, with_text_config(config))
+    names = map(own_dtype, with_text_config(config).values())
     return next((name for name in names if name != "None"), "None")
 
 

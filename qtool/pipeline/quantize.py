@@ -22,7 +22,7 @@ from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
-from qtool.models.architecture import DTYPES, dtype_name
+from qtool.models.architecture import DTYPES, TEXT_CONFIGS, dtype_name
 from qtool.models.auto import float_config
 from qtool.models.skeleton import empty_model
 from qtool.pipeline.job import Job
@@ -234,15 +234,18 @@ def _config(job: Job) -> dict[str, Any]:
     changes: dict[str, Any] = {"tie_word_embeddings": False} if job.unties else {}
     if job.dtype != job.source_dtype:
         changes["dtype"] = dtype_name(job.dtype)
-    if changes and isinstance(text := config.get("text_config"), dict):  # towers stay as they are
-        config["text_config"] = _changed(text, changes)
     return _changed(config, changes)
 
 
 def _changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with ``changes``; a dtype also replaces one under its old name."""
+    """``config`` with ``changes``, in the text model's part too; towers stay as they are.
+
+    A dtype also replaces one under its old name.
+    """
     old = "torch_dtype" if "dtype" in changes else None
-    return {key: value for key, value in config.items() if key != old} | changes
+    inner = {key: config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), dict)}
+    text = {key: _changed(part, changes) for key, part in inner.items()}
+    return {key: value for key, value in config.items() if key != old} | text | changes
 
 
 def _identity(

@@ -74,16 +74,22 @@ def test_scales_of_the_cache_are_named_as_the_linears_beside_them(
     assert len(scales) == 2
 
 
-def test_another_dtype_is_that_of_the_text_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "wrapper"), [("mistral3", ""), ("qwen3_omni_moe", "thinker_config")]
+)
+def test_another_dtype_is_that_of_the_text_model(kind: str, wrapper: str, tmp_path: Path) -> None:
     """Towers are stored as they were."""
-    source = save_tiny("mistral3", tmp_path / "source")
+    source = save_tiny(kind, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
-    for part in (config["text_config"], config["vision_config"]):
+    whole = config[wrapper] if wrapper else config
+    for part in (whole["text_config"], whole["vision_config"]):
         part["torch_dtype"] = part.pop("dtype", "float32")
     (source / "config.json").write_text(json.dumps(config))
     out = qtool.quantize(source, "w4a16", dtype="float16", out=tmp_path / "out").directory
     found = json.loads((out / "config.json").read_text())
-    assert found["dtype"] == "float16" and found["vision_config"] == config["vision_config"]
+    assert found["dtype"] == "float16"
+    found = found[wrapper] if wrapper else found
+    assert found["dtype"] == "float16" and found["vision_config"] == whole["vision_config"]
     assert found["text_config"]["dtype"] == "float16"
     assert "torch_dtype" not in found["text_config"]
 
