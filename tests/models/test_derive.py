@@ -107,6 +107,13 @@ def test_a_quantized_cache_is_refused_where_the_decoder_lacks_the_blocks(model_t
     assert family.refuses["kv"].endswith("decoder does not hold its blocks")
 
 
+def test_a_quantized_cache_is_refused_where_the_output_projection_stays() -> None:
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32}
+    family = family_of(tiny_config("seed_oss", **heads).to_dict())
+    said = "self_attn.o_proj, which reads its heads, stays in 16 bits: 96 inputs, which groups of"
+    assert family.refuses["kv"].startswith(said)
+
+
 def test_a_quantized_cache_is_refused_where_there_is_none() -> None:
     config = tiny_config("openai-gpt").to_dict()
     with pytest.raises(QtoolError, match=r"kv4-channel: .*its attention takes no KV cache"):

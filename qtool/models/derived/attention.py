@@ -1,6 +1,7 @@
 """The attention of a block, where it is proved to be the common one."""
 
 import inspect
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -97,11 +98,15 @@ class BlockAttention:
             )
         return None
 
-    def refused(self, attention: Attention | None, offset: float) -> dict[str, str]:
-        """Methods that look into the attention, which this block's does not let them."""
+    def refused(
+        self, attention: Attention | None, offset: float, unquantized: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Methods that look into the attention, which this block's does not let them.
+
+        ``unquantized``: why linears stay in 16 bits.
+        """
         if attention is None:
-            reason = "no queries, keys and values of one head size were recognized in its attention"
-            return dict.fromkeys(LOOK_INTO_CACHE, reason)
+            return dict.fromkeys(LOOK_INTO_CACHE, self._why_unknown(unquantized))
         if self._beside_recurrence(attention):
             return dict.fromkeys(LOOK_INTO_CACHE, "its blocks keep a recurrent state in the cache")
         if not attention.cache:
@@ -121,6 +126,15 @@ class BlockAttention:
             reason = "its norms on queries and keys are not those of the block"
             return refused | {"smooth-attention": reason}
         return refused
+
+    def _why_unknown(self, unquantized: Mapping[str, str]) -> str:
+        """Why the attention is not declared."""
+        for read in self.block.reads:
+            known = [own for own in read.facts.items() if own[1].channels is not None]
+            name = self.block.short(read.weight)
+            if name in unquantized and any(self.is_output(*own) for own in known):
+                return f"{name}, which reads its heads, stays in 16 bits: {unquantized[name]}"
+        return "no queries, keys and values of one head size were recognized in its attention"
 
     def _beside_recurrence(self, attention: Attention) -> bool:
         """Whether the block has a recurrent layer beside its attention, as Falcon-H1's."""

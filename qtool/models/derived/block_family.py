@@ -50,7 +50,7 @@ def block_family(block: RecordedBlock) -> Family:
         norm_offset=offset,
         layer_norm=any(form.centred for form in norms),
         experts=_experts(block, experts) if experts else None,
-        refuses=attention.refused(declared, offset),
+        refuses=attention.refused(declared, offset, unquantized),
         fixed_stream=fixed or stream.why_fixed(block, groups),
         unquantized=unquantized,
     )
