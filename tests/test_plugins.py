@@ -211,6 +211,41 @@ def test_what_a_transform_notes_and_nothing_would_come_of_is_refused(
         qtool.quantize(make_model(), recipe=transform(do), out=tmp_path / "out")
 
 
+def widened(block: Block) -> None:
+    up = block.get("mlp.up_proj")
+    up.weight = torch.nn.Parameter(up.weight[:, 1:])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("function", "returns", "said"),
+    [
+        ("apply", lambda *_: {}, "mine: apply returns dict; it is to rewrite the block in place"),
+        (
+            "apply",
+            lambda _, block, batches: widened(block),
+            r"mine: apply makes .*0.mlp.up_proj.weight of shape \[\d+, 127\]; \[\d+, 128\] is",
+        ),
+        ("learn", lambda *_: None, "mine: learn returns NoneType; dict is expected"),
+        ("learn", lambda *_: {"x": 1.0}, "mine: learn returns float for 'x'; Tensor is expected"),
+        ("work", lambda *_: None, "mine: work returns NoneType; Work is expected"),
+        ("held_bytes", lambda *_: None, "mine: held_bytes returns NoneType; int is expected"),
+    ],
+)
+def test_what_a_method_returns_wrongly_is_named(
+    function: str, returns: Any, said: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    recipe = transform(lambda _: None)
+    mine: Any = TRANSFORMS["mine"]
+    mine.learns, mine.needs_data = True, True
+    setattr(mine, function, returns)
+    ids = torch.arange(64).view(2, 32)
+    with pytest.raises(QtoolError, match=said):
+        if function in ("work", "held_bytes"):
+            qtool.plan("demo", recipe=recipe)
+        else:
+            qtool.quantize(make_model(), recipe=recipe, calibration=ids, out=tmp_path / "out")
+
+
 def test_an_order_of_inputs_in_16_bits_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
     recipe = transform(lambda block: block.permute("mlp.up_proj", torch.arange(128)))
     recipe["layers"] = [{"match": "up_proj", "scheme": None}, *recipe["layers"]]

@@ -81,6 +81,11 @@ def require_packable(
                 f"{rounding}: round returns {type(one).__name__} for {name}; a Rounded is expected"
             )
         codes = torch.empty(n, k, dtype=linear_format.scheme_object.code_dtype, device="meta")
+        if not isinstance(one.params, Mapping):
+            raise QtoolError(
+                f"{rounding}: round returns {type(one.params).__name__} for the parameters of"
+                f" {name}; a tensor for each of them is expected"
+            )
         given = _described({"codes": one.codes, **one.params})
         expected = _described({"codes": codes, **linear_format.parameters(n, k)})
         if given != expected:
@@ -90,10 +95,12 @@ def require_packable(
             )
 
 
-def _described(tensors: Mapping[str, Tensor]) -> list[str]:
+def _described(tensors: Mapping[str, Any]) -> list[str]:
     """Name, dtype and shape of each, by name."""
     return [
         f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+        if isinstance(t, Tensor)
+        else f"{name} {type(t).__name__}"
         for name, t in sorted(tensors.items())
     ]
 

@@ -11,6 +11,7 @@ from math import prod
 import torch
 
 from qtool import recipes
+from qtool.calibration.method import require_returned
 from qtool.errors import QtoolError
 from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
@@ -76,7 +77,10 @@ def _working_bytes(job: Job, block: int, tokens: int, window: int, device: torch
     experts = [name for name in shape.linears if shape.family.group_of(name).routed]
     paired = sum(shape.share(name) * sum(shape.linears[name]) for name in experts)
     batch = int(max(BATCH_TOKENS, window) * 3 * max(widest, paired)) * itemsize
-    held = max(method.held_bytes(shape) for method in job.methods)
+    held = max(
+        require_returned(method, "held_bytes", method.held_bytes(shape), int)
+        for method in job.methods
+    )
     return parameters * computing + batch + job.block_bytes(block) + held
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from math import prod
 
 from qtool.calibration.cost import BlockShape, Work
+from qtool.calibration.method import require_returned
 from qtool.pipeline.job import Job
 
 
@@ -41,7 +42,7 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
         routed = (g.linears for g in shape.family.groups if g.routed)
         work += Work(forward_flops=shape.forward_flops() - sum(map(shape.linear_flops, routed)))
     for method in job.methods:
-        work += method.work(shape)
+        work += require_returned(method, "work", method.work(shape), Work)
     return work
 
 

@@ -41,6 +41,7 @@ from qtool.pipeline.planning.memory import compute_dtype
 from qtool.pipeline.streaming.activations import Activations
 from qtool.pipeline.streaming.embedding_and_head import as_stored, table_rows
 from qtool.pipeline.streaming.method_checks import (
+    apply,
     naming_too_large,
     require_json,
     require_stored,
@@ -224,7 +225,7 @@ class BuiltBlocks:
                 add_tokens(block, self.batches, inputs, job.recipe.min_expert_tokens)
         for transform in job.transforms:
             with phase("search"), naming_too_large(block, job.full(index, "")):
-                transform.apply(block, self.batches)
+                apply(transform, block, self.batches, job)
         require_stored(block, job)
         if self.compares:
             pairs = zip(self.batches, self.references, strict=True)
@@ -241,7 +242,7 @@ class BuiltBlocks:
             following = index + 1 if index + 1 < self.job.blocks else None
             block, _ = self._built(index, following, {})
             for transform in self.job.transforms:
-                transform.apply(block, self.batches)
+                apply(transform, block, self.batches, self.job)
             yield block
             _empty(block.module)
 

@@ -1,14 +1,36 @@
 """Checks of what methods, another package's too, leave behind in a block."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
+from qtool.calibration.method import Transform
 from qtool.errors import QtoolError, suggest
 from qtool.io.finite import is_finite
 from qtool.pipeline.job import Job
+
+
+def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job) -> None:
+    """Let ``transform`` rewrite ``block`` in place.
+
+    Raises:
+        QtoolError: it returns something instead, or gives a tensor another shape.
+    """
+    if (returned := transform.apply(block, batches)) is not None:  # type: ignore[func-returns-value]
+        raise QtoolError(
+            f"{transform.name}: apply returns {type(returned).__name__}; it is to rewrite the block"
+            " in place and to return None"
+        )
+    found = block.parameters()
+    for name, shape in job.block_shapes(block.index).items():
+        if name in found and tuple(found[name].shape) != tuple(shape):
+            raise QtoolError(
+                f"{transform.name}: apply makes {job.full(block.index, name)} of shape"
+                f" {list(found[name].shape)}; {list(shape)} is expected"
+            )
 
 
 def require_stored(block: Block, job: Job) -> None:

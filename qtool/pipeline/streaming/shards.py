@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.calibration.method import LEARNING_SEQUENCES
+from qtool.calibration.method import LEARNING_SEQUENCES, require_returned
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
@@ -220,6 +220,8 @@ class Shards:
                         )
                         with closing(built):
                             found = transform.learn(built.blocks(), built.batches)
+                    for key, tensor in require_returned(transform, "learn", found, dict).items():
+                        require_returned(transform, "learn", tensor, Tensor, f" for {key!r}")
                     output.keep(name, found, found.items(), {})
             shared = ranks.broadcast(found)
             transform.load({name: tensor.to(self.device) for name, tensor in shared.items()})

@@ -43,6 +43,8 @@ def test_what_is_packed_is_taken() -> None:
         ({"up": rounded(s1=torch.ones(8, dtype=torch.float64))}, "s1 float64 [8]"),
         ({"up": rounded(s1=torch.ones(8, 1))}, "s1 float32 [8, 1]"),
         ({"up": rounded(s1=None)}, "offset uint8 [8, 2], s2 uint8 [8, 2] for up"),
+        ({"up": Rounded(None, rounded().params)}, "codes NoneType, offset uint8 [8, 2]"),  # type: ignore[arg-type]
+        ({"up": Rounded(rounded().codes, None)}, "NoneType for the parameters of up"),  # type: ignore[arg-type]
         ({"up": rounded(more=torch.ones(8))}, "more float32 [8]"),
     ],
 )
