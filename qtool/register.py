@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool import plugins, recipes
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, checking
 from qtool.recipes.recipe import ADDED
 
 if TYPE_CHECKING:
@@ -36,9 +36,12 @@ def register_scheme(
         QtoolError: it is no scheme, lacks an attribute or a function or has one of another type,
             the name is taken, the recipe does not read, or none is given for codes that are neither
             4 nor 8 bits wide, which no built-in layout holds.
+        CheckFailed: two of its functions contradict each other (:mod:`qtool.schemes.protocol`).
     """
     from qtool.format.linear import forget
+    from qtool.models.torch_defaults import torch_defaults
     from qtool.schemes import SCHEMES, Scheme
+    from qtool.schemes.protocol import probe, require_sound
 
     facts = ("name", "code_bits", "signed", "group_sizes", "default_group_size")
     _require(scheme, (Scheme,), facts)
@@ -49,6 +52,10 @@ def register_scheme(
             " 4-bit and 8-bit ones: register a layout too, and pass a recipe that names it"
         )
     plugins.require_free(SCHEMES, scheme.name, scheme, "scheme")
+    with torch_defaults():
+        for size in scheme.group_sizes:
+            with checking(f"{scheme.name} at group size {size or 'channel'}"):
+                require_sound(scheme(size), probe(scheme(size)))
     register_recipe(scheme.name, _plain_recipe(scheme) if recipe is None else recipe)
     plugins.add(SCHEMES, scheme.name, scheme, "scheme")
     forget()

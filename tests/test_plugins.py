@@ -407,6 +407,59 @@ def test_a_scheme_may_be_declared_as_a_built_in_one(scheme: str) -> None:
     qtool.register_scheme(type("Own", (SCHEMES[scheme],), {"name": "own"}))
 
 
+@pytest.mark.parametrize(
+    ("function", "wrong", "said"),
+    [
+        (
+            "dequantize",
+            lambda self, codes, params: Marlin.dequantize(self, codes, params) * 2,
+            "dequantize.codes. = grid.value.codes. broken at",
+        ),
+        (
+            "grid",
+            lambda self, params: dataclasses.replace(
+                Marlin.grid(self, params), offset=params["scale"].float()
+            ),
+            "dequantize.codes. = grid.value.codes. broken at",
+        ),
+        (
+            "round_groups",
+            lambda self, *given: Marlin.round_groups(self, *given).sub_(3).clamp_(0),
+            "round_groups gives codes as near as grid.nearest broken at",
+        ),
+        (
+            "round_groups",
+            lambda self, *given: Marlin.round_groups(self, *given) + 1,
+            "codes of round_groups: invariant codes of 4 bits broken at",
+        ),
+        (
+            "round_groups",
+            lambda self, groups, params: Marlin.round_groups(self, groups.zero_(), params),
+            "fit and quantize leave the weight as it is broken at",
+        ),
+        (
+            "fit_range",
+            lambda self, *given, **clips: {
+                "scale": Marlin.fit_range(self, *given, **clips)["scale"][..., None]
+            },
+            r"fit_range gives scale .5, 32, 1.; .N. or .N, G., which is one of .*5, 32",
+        ),
+        (
+            "quantize",
+            lambda self, *given: Marlin.quantize(self, *given).float(),
+            r"quantize gives torch.float32 codes .5, 1024. of a weight .5, 1024.; torch.uint8",
+        ),
+    ],
+)
+def test_a_scheme_whose_functions_contradict_each_other_is_refused(
+    function: str, wrong: Any, said: str
+) -> None:
+    scheme = type("Wrong", (Marlin,), {"name": "wrong", function: wrong})
+    with pytest.raises(CheckFailed, match=f"^wrong at group size 32: .*{said}"):
+        qtool.register_scheme(scheme)
+    assert "wrong" not in SCHEMES and "wrong" not in ADDED
+
+
 def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
     def scheme(**body: Any) -> type[Scheme]:
         return type("Wrong", (SmoothQuant,), {"name": "wrong", **body})

@@ -1,0 +1,63 @@
+"""What every scheme promises of its functions, and a weight that shows it.
+
+Of a weight W with its parameters and codes Q, a group's step s and what grid has nearest to W:
+
+    |dequantize(Q) - grid.value(Q)| <= 128e-5 s
+    |dequantize(Q) - W| <= |grid.value(grid.nearest(W)) - W| + 0.501 s
+
+Rounding twice may miss the nearest code, by no more than half a step.
+"""
+
+import torch
+from torch import Tensor
+
+from qtool.errors import CheckFailed, checking
+from qtool.schemes.base import Scheme, require
+
+
+def probe(scheme: Scheme) -> Tensor:
+    """A weight ``[5, K]``: plain, with outliers, zeros, and values of one sign, K at least 1024."""
+    size = scheme.group_size or 1024
+    random = torch.randn(5, size * -(-1024 // size), generator=torch.Generator().manual_seed(0))
+    random[1] *= 0.01
+    random[1, ::size] = 100.0
+    random[2] = 0
+    random[3] = random[3].abs() + 1
+    random[4] = -random[4].abs() - 1
+    return random
+
+
+@torch.no_grad()
+def require_sound(scheme: Scheme, weight: Tensor) -> None:
+    """Hold the functions of ``scheme`` against each other on ``weight [N, K]``.
+
+    Raises:
+        CheckFailed: naming those that disagree, and where.
+    """
+    before = weight.clone()
+    params = scheme.fit(weight)
+    shapes = {(len(weight),), tuple(scheme.groups(weight).shape[:2])}
+    for name in params.keys() - scheme.shared_params:
+        if (shape := tuple(params[name].shape)) not in shapes:
+            raise CheckFailed(
+                f"fit_range gives {name} {list(shape)}; [N] or [N, G], which is one of"
+                f" {sorted(map(list, shapes))}, is expected"
+            )
+    codes = scheme.quantize(weight, params)
+    require(weight == before, "fit and quantize leave the weight as it is")
+    if (codes.shape, codes.dtype) != (weight.shape, scheme.code_dtype):
+        raise CheckFailed(
+            f"quantize gives {codes.dtype} codes {list(codes.shape)} of a weight"
+            f" {list(weight.shape)}; {scheme.code_dtype} codes of its shape are expected"
+        )
+    with checking("codes of round_groups"):
+        scheme.check(codes, params)
+
+    grid = scheme.grid(params)
+    held = scheme.groups(scheme.prune(weight.float()))
+    step, values = grid.step[..., None], scheme.groups(scheme.dequantize(codes, params))
+    on_grid = grid.value(scheme.groups(codes.float()))
+    require((on_grid - values).abs() <= 128e-5 * step, "dequantize(codes) = grid.value(codes)")
+    nearest = grid.value(grid.nearest(held))
+    excess = (values.double() - held).abs() - (nearest.double() - held).abs()
+    require(excess <= 0.501 * step, "round_groups gives codes as near as grid.nearest")
