@@ -201,7 +201,7 @@ def plan(
     calibration: CalibrationData | None = None,
     kv: str | None = None,
     device_memory: float | None = None,
-    device: str = "cuda",
+    device: str | torch.device = "cuda",
     gpus: int = 1,
     **options: Unpack[QuantizeKeywords],
 ) -> Plan:
@@ -253,7 +253,7 @@ def plan(
         cast = None if settings.dtype is None else DTYPES[settings.dtype]
         job = Job.of(config, chosen, dtype=cast)
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
-    return planned(job, samples, settings.seqlen, **memory, device=device, gpus=gpus)
+    return planned(job, samples, settings.seqlen, **memory, device=str(device), gpus=gpus)
 
 
 def sensitivity(

@@ -150,6 +150,16 @@ def test_a_device_may_be_torchs_own(make_model: MakeModel, tmp_path: Path) -> No
     out, device = tmp_path / "out", torch.device("cpu")
     assert qtool.quantize(make_model(), "w8a8", out=out, device=device).directory == out
     assert all(not row.problem for row in qtool.verify(out, device=device))
+    assert qtool.plan("demo", "w8a8", device=device) == qtool.plan("demo", "w8a8", device="cpu")
+
+
+def test_a_device_of_an_evaluation_may_be_torchs_own(tmp_path: Path) -> None:
+    out = qtool.quantize("demo", "w8a8", out=tmp_path / "out")
+    options: dict[str, Any] = {"save": True, "limit": 1, "seqlen": 32}
+    found = [
+        qtool.evaluate(["demo"], out, device=d, **options) for d in ("cpu", torch.device("cpu"))
+    ]
+    assert found[0] == found[1]
 
 
 def test_a_model_in_memory_becomes_one_with_packed_linears(

@@ -8,6 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
+
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, require_text, suggest
 from qtool.eval import saved
@@ -26,7 +28,7 @@ from qtool.schemes.kv import require_kv
 class EvaluateKeywords(TaskKeywords, total=False):
     """The keywords of :func:`evaluate_checkpoints` and of the tasks; each may be left out."""
 
-    device: str
+    device: str | torch.device
     save: bool
     kv: str | None
     as_export: str | None
@@ -98,7 +100,7 @@ def evaluate_checkpoints(
     model: str | PathLike[str],
     compare: str | PathLike[str] | None = None,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     save: bool = False,
     kv: str | None = None,
     as_export: str | None = None,
@@ -151,7 +153,7 @@ def evaluate_checkpoints(
                 " computes"
             )
     settings = _Settings(
-        tasks, device, dtype, engine, tensor_parallel, store if save else None, options
+        tasks, str(device), dtype, engine, tensor_parallel, store if save else None, options
     )
     results = settings.results(model, kv, as_export)
     return results, None if compare is None else settings.results(compare)
