@@ -105,9 +105,10 @@ class LearnedLinear(nn.Module):
         return params if bounds is None else self.scheme.with_clip_bounds(params, bounds.detach())
 
     def learning(self) -> tuple[Tensor, Tensor | None]:
-        """What the loss's gradients by a and b reach ``[N, G]`` or ``[N, 1]``; b's may be None.
+        """Tensors ``[N, G]`` or ``[N, 1]`` that take the gradients of a and b; b's may be None.
 
-        Only the gradients matter: a is 1 here, so that its gradient is that of its logarithm.
+        Their values are not used. Without bounds the first is ``log a``, whose gradient is that of
+        a, which is 1 here.
         """
         bounds = self.clip_bounds()
         if bounds is None:
