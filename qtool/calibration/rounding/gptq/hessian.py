@@ -21,8 +21,8 @@ from qtool.distributed import ranks
 class Hessian:
     """The sums ``h [K, K]`` and, with ``drift``, ``d [K, K]``, float32, after :meth:`complete`.
 
-    With ``hidden`` above 0 it has ``s [hidden, K]`` too. On a GPU only the panels of ``h`` that
-    cover its upper triangle are summed; they lie one behind the other.
+    With ``hidden`` above 0 it has ``s [hidden, K]`` too. Only the panels of ``h`` that cover its
+    upper triangle are summed; they lie one behind the other.
     """
 
     h: Tensor
@@ -30,7 +30,7 @@ class Hessian:
     s: Tensor | None = None
 
     def __init__(self, k: int, device: torch.device, drift: bool = False, hidden: int = 0) -> None:
-        self.panels = parts(k, device)
+        self.panels = list(panels(k))
         upper = sum(rows.stop * (columns.stop - columns.start) for rows, columns in self.panels)
         others = [size for size in (k * k * drift, hidden * k) if size]
         self._sums = [
@@ -89,9 +89,9 @@ class Hessian:
         memory, self._sums = self._sums[0].memory, []
         if len(self.panels) == 1:
             self.h = total.view(k, k)
-        # h takes the memory of the panels if that has room: freed, it would stay a hole in torch's
-        # cache
         else:
+            # h takes the memory of the panels if that has room: freed, it would stay a hole in
+            # torch's cache
             fits = len(memory) == k * k
             self.h, total = (
                 (memory.view(k, k), total.clone()) if fits else (total.new_empty(k, k), total)
@@ -125,11 +125,6 @@ def relative_error(lost: Tensor, power: Tensor) -> Tensor:
 def on_tensor_cores(x: Tensor) -> bool:
     """Whether products of ``x`` run on tensor cores that add in float32."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
-
-
-def parts(k: int, device: torch.device) -> list[tuple[slice, slice]]:
-    """Rows and columns of the summed parts of ``[K, K]``: panels on a GPU, one part elsewhere."""
-    return list(panels(k)) if device.type == "cuda" else [(slice(0, k), slice(0, k))]
 
 
 def panels(k: int) -> Iterator[tuple[slice, slice]]:
