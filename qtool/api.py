@@ -469,7 +469,7 @@ def evaluate(
 
     Raises:
         QtoolError: an unknown task or option, a text that is not there, a model that cannot be
-            loaded, or a baseline that is the model itself, run alike.
+            loaded.
 
     Example::
 

@@ -137,15 +137,6 @@ def test_a_directory_becomes_a_checkpoint(make_model: MakeModel, tmp_path: Path)
     assert sum(bool(row.layout) for row in qtool.inspect(out)) == 14
 
 
-def test_a_model_is_compared_with_itself_only_where_it_runs_otherwise() -> None:
-    options: dict[str, Any] = {"limit": 1, "seqlen": 32}
-    for baseline in ("demo", DEMO, str(DEMO)):
-        with pytest.raises(QtoolError, match="is the model itself: pass the model that was"):
-            qtool.evaluate(["demo"], "demo", baseline, **options)
-    results, baseline = qtool.evaluate(["demo"], "demo", "demo", kv="kv4", **options)
-    assert results != baseline
-
-
 def test_a_device_may_be_torchs_own(make_model: MakeModel, tmp_path: Path) -> None:
     out, device = tmp_path / "out", torch.device("cpu")
     assert qtool.quantize(make_model(), "w8a8", out=out, device=device).directory == out

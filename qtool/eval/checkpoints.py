@@ -124,8 +124,8 @@ def evaluate_checkpoints(
 
     Raises:
         QtoolError: an unknown KV quantizer, dtype or format, or one that the model cannot have; a
-            format with ``kv`` or ``save``; a baseline that is the model itself, run alike; an
-            engine that is not installed, or with what it does not do.
+            format with ``kv`` or ``save``; an engine that is not installed, or with what it does
+            not do.
     """
     deterministic = options.get("deterministic", False)
     require_engine(engine, tensor_parallel, kv=kv, as_export=as_export, deterministic=deterministic)
@@ -134,10 +134,7 @@ def evaluate_checkpoints(
     store = directory_of(model)
     read_config(store)
     if compare is not None:
-        baseline = directory_of(compare)
-        read_config(baseline)  # refused before the model is evaluated, not after
-        if kv is None and as_export is None:  # which are the model's alone
-            require_other(compare, baseline, store)
+        read_config(directory_of(compare))  # refused before the model is evaluated, not after
     if save and store == DEMO:
         raise QtoolError(
             "--save keeps results in the model's directory, and the demo's belongs to the package"
@@ -157,18 +154,6 @@ def evaluate_checkpoints(
     )
     results = settings.results(model, kv, as_export)
     return results, None if compare is None else settings.results(compare)
-
-
-def require_other(compare: str | PathLike[str], baseline: Path, directory: Path) -> None:
-    """Refuse the ``baseline`` that ``compare`` names if it is the model in ``directory`` itself.
-
-    Raises:
-        QtoolError: it is.
-    """
-    if baseline.samefile(directory):
-        raise QtoolError(
-            f"--compare {compare} is the model itself: pass the model that was quantized"
-        )
 
 
 def _calibrated_on(directory: Path) -> set[str]:

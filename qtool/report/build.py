@@ -11,7 +11,7 @@ from qtool.data import corpora
 from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.eval.channel_range import channel_amax, role, worst
-from qtool.eval.checkpoints import evaluate_checkpoints, require_other
+from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.eval.evaluate import TaskKeywords
 from qtool.eval.kv_error import kv_errors
 from qtool.eval.perplexity import cut_windows
@@ -67,7 +67,11 @@ def report(
     if compare is not None:
         baseline = resolve(compare)
         require_same_sizes(config, read_config(baseline), compare)
-        require_other(compare, baseline, directory)
+        if baseline.samefile(directory):
+            raise QtoolError(
+                f"--compare {compare} is the model of the report itself: pass the model that was "
+                "quantized"
+            )
     if tasks:
         options: TaskKeywords = {"data_dir": data_dir, "batch_size": 8}
         evaluate_checkpoints(tasks, str(directory), compare, device=device, save=True, **options)

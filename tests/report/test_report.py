@@ -488,7 +488,7 @@ def test_a_model_is_not_compared_with_itself(quantized, tmp_path, monkeypatch, s
         "link": str(tmp_path / "link"),
         "relative": f"./{quantized.name}",
     }[spelling]
-    with pytest.raises(QtoolError, match="is the model itself: pass the model that"):
+    with pytest.raises(QtoolError, match="is the model of the report itself: pass the model that"):
         report(quantized, spelled, [], out=None, data_dir=None, device="cpu")
     assert not (quantized / "report.html").exists()
 
