@@ -5,7 +5,8 @@ among the installed packages, so this imports qtool's quantizer and then calls l
 
     python -m qtool.lm_eval run --model hf --model_args pretrained=DIR,dtype=auto --tasks piqa
 
-``qtool eval`` gives the same log-likelihoods on the same batch size.
+``qtool eval`` gives the same log-likelihoods on the same batch size where ``--model_args`` has
+``softmax_dtype=float32`` too.
 """
 
 

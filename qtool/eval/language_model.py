@@ -2,8 +2,12 @@
 
 lm-eval stops at an assertion where a continuation merges with its context into no more tokens than
 the context has (a tokenizer with tokens such as "into▁the▁"). Here the continuation then starts at
-the first token that differs from the context's. Wherever lm-eval has a number, it is the same
-number.
+the first token that differs from the context's.
+
+lm-eval takes log p in the model's dtype unless told otherwise: in bfloat16 a log-likelihood of -300
+is a multiple of 2 nats, and two choices are often equal. Here it is taken in float32, as a
+perplexity's and an engine's are. Wherever lm-eval with ``softmax_dtype=float32`` has a number, it
+is the same number.
 """
 
 import math
@@ -78,6 +82,7 @@ def language_model(model: Model, tokenizer: PreTrainedTokenizerBase, batch_size:
         max_length=context_length(model.config.get_text_config()),
         batch_size=batch_size,
         backend="causal",
+        softmax_dtype="float32",
     )
     found.vocabulary = found.model.get_input_embeddings().num_embeddings
     return found

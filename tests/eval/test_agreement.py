@@ -43,7 +43,13 @@ def test_every_item_has_the_same_log_likelihood(scheme: str, tmp_path: Path) -> 
 
     def theirs() -> None:
         tasks, _ = zero_shot.load("demo_choice", tokenizer)
-        model = HFLM(pretrained=str(native), dtype="auto", device="cpu", batch_size=BATCH)
+        model = HFLM(
+            pretrained=str(native),
+            dtype="auto",
+            softmax_dtype="float32",
+            device="cpu",
+            batch_size=BATCH,
+        )
         evaluator.simple_evaluate(
             model=model,
             tasks=tasks,
