@@ -17,6 +17,8 @@ Formats = Mapping[str, LinearFormat | None]
 ANY: tuple[int | None, ...] = (32, 64, 128, None)
 #: kinds of activations
 SIXTEEN_BIT, TOKEN_INT8 = "16-bit", "int8 per token"
+#: in the names of a mixture's routed experts
+EXPERT = r"\.experts\.\d+\."
 
 
 class ExportFormat(ABC):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qtool.exchange.convert import Json
-from qtool.exchange.export_format import ExportFormat, native_activations
+from qtool.exchange.export_format import EXPERT, ExportFormat, native_activations
 from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear
 from qtool.exchange.gguf.tokenizer import caution as tokenizer_caution
 from qtool.format import LinearFormat
@@ -66,7 +66,7 @@ def not_loaded(
             "experts: published as one stack, here one by one: vLLM loads them from version "
             f"{first} on, transformers does not"
         ]
-    routed = dict.fromkeys(f for name, f in formats.items() if re.search(r"\.experts\.\d+\.", name))
+    routed = dict.fromkeys(f for name, f in formats.items() if re.search(EXPERT, name))
     cautions = [target.cautions_experts(found) for found in routed if found]
     return [caution for caution in (target.cautions_mixed(formats), *cautions) if caution]
 

@@ -3,6 +3,7 @@ library: our logits.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,33 @@ def test_experts(size: int | str, variant: str, make_model: MakeModel, tmp_path:
         logits(client(out, dequantize=True, experts_implementation="eager")), expected
     )
     assert (logits(client(out, dequantize=True)) - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+@pytest.mark.parametrize("variant", EXPERTS)
+def test_experts_beside_linears_of_another_group_size(
+    variant: str, dequantize: bool, make_model: MakeModel, tmp_path: Path
+) -> None:
+    rules = [rule("w4a16", 32, r"\.experts\."), rule("w4a16", 64)]
+    source = Checkpoint(make_model(variant))
+    ours = quantize(source, recipe_of(rules), tmp_path / "native")
+    out = export(ours, "compressed-tensors", tmp_path / "out").directory
+    theirs = client(out, dequantize=dequantize, experts_implementation="eager")
+    assert torch.equal(logits(theirs), logits(load(ours)))
+
+
+@pytest.mark.parametrize("other", [("w4a16", 32), (None,)])
+def test_experts_stored_in_two_ways(
+    other: tuple[Any, ...], make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Those of the first block in another group size, or in 16 bits."""
+    rules = [rule(*other, match=r"layers\.0\..*\.experts\."), rule("w4a16", 64)]
+    source = Checkpoint(make_model("mixtral"))
+    ours = quantize(source, recipe_of(rules), tmp_path / "native")
+    done = export(ours, "compressed-tensors", tmp_path / "out")
+    assert done.notes[-1] == "experts: transformers loads them in one scheme and group size alone"
+    with pytest.raises(RuntimeError, match="conversion of the weights"):
+        client(done.directory, dequantize=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -11,6 +11,7 @@ The same codes may be run under several kinds of activations; each is a format o
 nobody gets another arithmetic than the chosen one.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.exchange.export_format import (
     ANY,
+    EXPERT,
     SIXTEEN_BIT,
     TOKEN_INT8,
     ExportFormat,
@@ -123,6 +125,8 @@ class CompressedTensors(ExportFormat):
         return f"experts: transformers cannot load them {kind}; serve this export with vLLM"
 
     def cautions_mixed(self, formats: Formats) -> str:
+        if len(_expert_kinds(formats)) > 1:
+            return "experts: transformers loads them in one scheme and group size alone"
         found = filter(None, formats.values())
         zeros = any(self.of_scheme[one.scheme].form is asymmetric_4 for one in found)
         # it loads them dequantized alone
@@ -157,6 +161,8 @@ class CompressedTensors(ExportFormat):
         for index, (kind, one) in enumerate(kinds.items()):
             named = [name for name, found in formats.items() if scheme_and_group(found) == kind]
             targets = [*named, *joined(named)] if len(kinds) > 1 else ["Linear"]
+            if len(kinds) > 1 and _expert_kinds(formats) == {kind}:
+                targets.append(f"re:.*{EXPERT}")  # by which transformers finds the experts' group
             groups[f"group_{index}"] = self._group(one, targets)
         used = {group["format"] for group in groups.values()}
         return {
@@ -214,6 +220,11 @@ class W4A8Fp8(CompressedTensors):
 
 def _e4m3(x: Tensor) -> Tensor:
     return x.to(torch.float8_e4m3fn).float()
+
+
+def _expert_kinds(formats: Formats) -> set[tuple[str, int | None] | None]:
+    """The schemes and group sizes of routed experts, None among them for 16 bits."""
+    return {scheme_and_group(found) for name, found in formats.items() if re.search(EXPERT, name)}
 
 
 def write(affine: Affine) -> dict[str, Tensor]:
