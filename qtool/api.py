@@ -175,7 +175,7 @@ def quantize(
     with ranks.process_group(device) as own:
         if isinstance(model, str | os.PathLike):
             _require_no_tokenizer(tokenizer)
-            name = scheme or Path(chosen.scheme).stem
+            name = scheme or Path(chosen.scheme).name
             target = require_new_path("out", out) if out is not None else default_out(model, name)
             return run(model, chosen, target, settings, device=own, **common)
         from qtool.pipeline.in_memory import saved

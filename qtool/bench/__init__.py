@@ -49,7 +49,7 @@ def bench_quantize(
     else:
         source = resolve(model)
     chosen = RecipeOverrides().recipe(scheme, recipe)
-    out = work / f"{source.name}-{scheme or Path(chosen.scheme).stem}"
+    out = work / f"{source.name}-{scheme or Path(chosen.scheme).name}"
     measured = quantize.run(source, chosen, out, device_memory=device_memory, **options)
     if not keep:
         shutil.rmtree(out)

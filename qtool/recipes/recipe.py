@@ -165,7 +165,7 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
     if not isinstance(transforms, list):
         raise QtoolError(f"{where}: transforms must be a list of steps, found {transforms!r}")
     return Recipe(
-        scheme=_text(data, "scheme", where) or where.removesuffix(".yaml"),
+        scheme=_text(data, "scheme", where) or where.removesuffix(".yaml").removesuffix(".yml"),
         about=_text(data, "about", where) or "",
         layers=tuple(_layer(rule, where) for rule in layers),
         transforms=tuple(_step(step, where) for step in transforms),

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+import qtool
 from qtool.pipeline.run import default_out
+from tests.conftest import MakeModel
 
 
 def test_the_result_stands_beside_the_model(
@@ -25,3 +27,11 @@ def test_of_the_hubs_cache_the_result_lies_in_the_working_directory(tmp_path: Pa
     snapshot = tmp_path / "models--some--llama" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)
     assert default_out(snapshot, "w4a16") == Path("llama-w4a16")
+
+
+def test_the_dot_in_a_recipes_name_stays_in_that_of_the_result(make_model: MakeModel) -> None:
+    """As in a recipe of ``qtool sensitivity``: two budgets are two directories."""
+    model = make_model()
+    recipe = {"scheme": "w8a8-8.25", "layers": [{"match": ".*", "scheme": "w8a8"}]}
+    done = qtool.quantize(model, recipe=recipe)
+    assert Path(done) == model.with_name(f"{model.name}-w8a8-8.25")
