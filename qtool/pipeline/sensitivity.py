@@ -27,6 +27,8 @@ from qtool.format import LinearFormat
 from qtool.io.check_source import require_tied
 from qtool.io.safetensors import write_json, write_text
 from qtool.io.source import Checkpoint
+from qtool.models.conv1d import replace_conv1d
+from qtool.models.experts import separate_experts
 from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.calibration_windows import windows_of
 from qtool.pipeline.divergence import Probe
@@ -416,9 +418,19 @@ def _require_memory(job: Job, windows: Sequence[Tensor]) -> None:
 
 
 def _groups(job: Job, model: PreTrainedModel) -> list[Group]:
-    """The groups of all blocks, each of linears that ``model`` has too."""
+    """The groups of all blocks; all routed experts of a block are one, for kernels run them so.
+
+    ``model`` gets linears in place of stacked experts and ``Conv1D``.
+    """
+    replace_conv1d(model)
+    separate_experts(model)
+    groups = []
+    for block in range(job.blocks):
+        family = job.block_family(block)
+        groups += [(block, group.linears) for group in family.groups if not group.routed]
+        if experts := tuple(n for group in family.groups if group.routed for n in group.linears):
+            groups.append((block, experts))
     modules = dict(model.named_modules())
-    groups = [(b, group.linears) for b in range(job.blocks) for group in job.block_family(b).groups]
     for block, linears in groups:
         for name in (job.full(block, linear) for linear in linears):
             if not isinstance(modules.get(name), nn.Linear):
@@ -436,7 +448,9 @@ def _rules(
             alike = tuple(n for n in linears if of[job.full(block, n)] == linear_format)
             blocks.setdefault((alike, linear_format), []).append(str(block))
     for (linears, found), numbers in blocks.items():
-        within = "|".join(map(re.escape, linears))
+        # of experts one pattern for all numbers
+        patterns = (re.sub(r"(?<=\\.)\d+(?=\\.)", r"\\d+", re.escape(name)) for name in linears)
+        within = "|".join(dict.fromkeys(patterns))
         match = rf"^{re.escape(job.family.blocks)}\.({'|'.join(numbers)})\.({within})$"
         if found is None:
             yield LayerRule(match, None)

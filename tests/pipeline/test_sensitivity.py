@@ -208,6 +208,22 @@ def test_linears_that_a_choice_does_not_fit_are_written_as_they_were_measured(
     assert stored.bits == found.chosen.bits
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "llama4_text", "gpt2"])
+def test_linears_that_transformers_holds_otherwise_are_measured(kind: str, tmp_path: Path) -> None:
+    """Stacked experts, those of a block in one group, and ``Conv1D``."""
+    model, out = save_tiny(kind, tmp_path / "model"), tmp_path / "mixed.yaml"
+    found = qtool.sensitivity(model, ["w4a16:32", "w8a8"], 6.0, out, **GIVEN)
+    done = qtool.quantize(model, recipe=out, out=tmp_path / "out")
+    rows = [row for row in qtool.inspect(done.directory) if row.layout]
+    assert total("", rows).bits == found.chosen.bits
+    of_block = {(row.name.split(".")[2], row.scheme) for row in rows if ".experts." in row.name}
+    assert len(of_block) == (0 if kind == "gpt2" else 2)
+    assert out.read_text().count("experts") < 10
+    probe = Probe(qtool.load(model, dtype=torch.float32), [IDS])
+    probe.model = qtool.load(done.directory, dtype=torch.float32)
+    assert found.chosen.measured == pytest.approx(probe.divergence({}), rel=0.05)
+
+
 def test_the_command_prints_the_curve(make_model: MakeModel, tmp_path: Path) -> None:
     model, out = make_model(vocab_size=4096, num_hidden_layers=1), tmp_path / "mixed.yaml"
     for file in DEMO.glob("*token*"):
