@@ -1,27 +1,27 @@
-"""From YAML to a recipe: the schema, the built-in files, a file of one's own.
+"""Reads recipes from YAML: the built-in files, and files that the user writes.
 
 A recipe is a YAML mapping::
 
     scheme: w4a8-lqq            # its name
     about: one sentence
-    layers:                     # the first rule that matches holds; lm_head stays in 16 bits
+    layers:                     # the first rule that matches applies; lm_head stays in 16 bits
       - roles: [v_proj, down_proj]      # or match: a regex on the full module name
         scheme: w4a4                    # null leaves the layer in 16 bits
         group_size: 32                  # or channel, the default
         layout: row-major         # the default
     kv: kv4                     # optional
-    windows: continued          # of calibration: given, the default, or continued by the model
-    min_expert_tokens: 128      # that each expert of a mixture observes; 0: those routed to it
+    windows: continued          # calibration windows: given (the default) or continued by the model
+    min_expert_tokens: 128      # tokens that each expert observes at least; 0: only routed tokens
     transforms: [norm-fusion, {rotate: {seed: 1}}]
     rounding: {gptq: {damping: 0.01}}
-    departures:                 # optional: where it leaves the paper it is named after
+    departures:                 # optional: points where the recipe differs from its paper
       - what: the loss is the squared error
         effect: lower KL on every scheme measured
 
-A built-in recipe has ``variants: {fast: ..., paper: ..., best: ...}``, each with its own
-``transforms``, ``rounding`` and ``departures``, in place of the last three keys; one with its own
-``layers`` does not take the recipe's. So may one that a plugin registers; a file of one's own is
-one recipe.
+A built-in recipe has ``variants: {fast: ..., paper: ..., best: ...}`` in place of the last three
+keys. Each variant has its own ``transforms``, ``rounding`` and ``departures``; a variant that has
+``layers`` uses them instead of the recipe's. A recipe that a plugin registers may have variants
+too; a user's file is a single recipe.
 """
 
 import re
@@ -51,12 +51,12 @@ VARIANT_KEYS = frozenset(
 KEYS = VARIANT_KEYS | {"scheme", "about", "variants"}
 LAYER_KEYS = frozenset({"match", "roles", "scheme", "group_size", "layout"})
 DEPARTURE_KEYS = frozenset({"what", "effect"})
-#: recipes that other packages bring with their schemes: content of a file, by the scheme's name
+#: recipes of schemes that other packages register: the content of a file, by the scheme's name
 ADDED: dict[str, Mapping[str, Any]] = {}
 
 
 def overview() -> list[tuple[str, str, str]]:
-    """All schemes that have a recipe: name, the recipe's variants, description."""
+    """The name, recipe variants and description of each scheme that has a recipe."""
     plugins.load()
     data = {name: read(path) for name, path in built_in().items()}
     return [
@@ -66,7 +66,7 @@ def overview() -> list[tuple[str, str, str]]:
 
 
 def departures() -> list[tuple[str, str, Departure]]:
-    """Scheme, variant and departure, for all points where a built-in recipe leaves its paper."""
+    """The departures of all recipes from their papers, each with its scheme and variant."""
     return [
         (name, variant, departure)
         for name, variants, _ in overview()
@@ -84,14 +84,15 @@ def load(scheme: str | None, recipe: str | None = None, *, default: str = "fast"
     """The recipe of ``scheme``.
 
     Args:
-        scheme: of a built-in recipe; None if ``recipe`` is a file, which names its own.
-        recipe: a variant, ``fast``, ``paper`` or ``best``, or the path of a YAML file. None:
-            ``default``, or of a registered recipe that lacks it ``paper``, else its first variant,
-            or the recipe itself where it has none.
+        scheme: name of a built-in or registered scheme; None if ``recipe`` is a file, which names
+            its scheme itself.
+        recipe: a variant, ``fast``, ``paper`` or ``best``, or the path of a YAML file. None takes
+            the variant ``default``; if the recipe lacks it, ``paper`` or else its first variant;
+            and the recipe itself if it has no variants.
 
     Raises:
         QtoolError: an unknown scheme, variant or key (with a suggestion), a value of the wrong
-            kind, a variant where there is none, or a file that is a recipe of another scheme.
+            kind, a variant of a recipe that has none, or a file with a recipe of another scheme.
     """
     if recipe is not None and recipe not in VARIANTS:
         path = expand_home(recipe)
@@ -123,7 +124,7 @@ def load(scheme: str | None, recipe: str | None = None, *, default: str = "fast"
 
 
 def _require_scheme(recipe: Recipe, named: bool, scheme: str, file: str) -> None:
-    """``scheme`` is the name of the recipe in ``file``, or what its rules quantize to."""
+    """Refuse ``scheme`` unless the recipe in ``file`` is named so or its rules quantize to it."""
     schemes = [recipe.scheme] if named else sorted({r.scheme for r in recipe.layers if r.scheme})
     if schemes and scheme not in schemes:
         raise QtoolError(
@@ -136,8 +137,8 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
     """Check ``data`` against the schema and build the recipe.
 
     Args:
-        where: what messages call it.
-        variant: one of ``variants``; None where it has none.
+        where: what messages call the recipe.
+        variant: one of the recipe's ``variants``; None if it has no variants.
     """
     _require_known(data, KEYS, where)
     chosen: Mapping[str, Any] = data
@@ -179,7 +180,7 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
 
 
 def as_yaml(recipe: Recipe) -> str:
-    """The file that :func:`load` reads as ``recipe``, without what it says of a paper."""
+    """The file that :func:`load` reads as ``recipe``, without departures from a paper."""
 
     def step(of: Step) -> Any:
         return {of.name: dict(of.options)} if of.options else of.name
@@ -228,7 +229,7 @@ def _layer(rule: Any, where: str) -> LayerRule:
 
 
 def _roles(roles: Any, where: str) -> str:
-    """The pattern of linears whose last part is one of ``roles``."""
+    """A regex for the names of linears whose last part is one of ``roles``."""
     if not isinstance(roles, list) or not roles or not all(isinstance(r, str) for r in roles):
         raise QtoolError(
             f"{where}: roles must be a list of names like [v_proj, down_proj], found {roles!r}"
@@ -267,7 +268,7 @@ def _min_expert_tokens(data: Mapping[str, Any], where: str) -> int:
 
 
 def _text(data: Mapping[str, Any], key: str, where: str) -> str | None:
-    """The value of ``key``, a text; None where it is absent or null."""
+    """The text value of ``key``; None if it is absent or null."""
     value = data.get(key)
     if value is None or isinstance(value, str):
         return value
@@ -295,7 +296,7 @@ def _require_known(data: Any, keys: frozenset[str], where: str) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a mapping has each key once."""
+    """Loads YAML and refuses a mapping that has a key twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         found = []
@@ -308,7 +309,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _mistake(error: Exception) -> str:
-    """What is wrong, after its line where YAML knows it."""
+    """A description of ``error``, preceded by the line number if YAML knows it."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return in_one_line(error)

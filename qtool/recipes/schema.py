@@ -1,6 +1,6 @@
 """The schema of a recipe: the scheme of each layer, and the methods. It imports no torch.
 
-:mod:`qtool.recipes.recipe` reads one from YAML.
+:mod:`qtool.recipes.recipe` reads a recipe from YAML.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 from qtool.errors import QtoolError
 
 GIVEN, CONTINUED = "given", "continued"
-#: measured in benchmarks/journal/mixtures.md
+#: default of ``min_expert_tokens``, measured in benchmarks/journal/mixtures.md
 MIN_EXPERT_TOKENS = 128
 
 
@@ -25,9 +25,9 @@ class Step:
 
 @dataclass(frozen=True)
 class LayerRule:
-    """Linears whose full name matches the regex ``match`` get ``scheme``.
+    """Assigns ``scheme`` to the linears whose full name matches the regex ``match``.
 
-    ``scheme`` None leaves them in 16 bits; ``layout`` None is row-major.
+    ``scheme=None`` leaves them in 16 bits; ``layout=None`` means row-major.
     """
 
     match: str
@@ -38,7 +38,7 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class Departure:
-    """One point where a recipe leaves the paper it is named after, and the effect of that."""
+    """One point where a recipe differs from the paper it is named after, and the effect."""
 
     what: str
     effect: str
@@ -50,19 +50,19 @@ class Recipe:
 
     Attributes:
         scheme: the name of the recipe; its rules say which schemes the layers get.
-        about: one sentence.
-        layers: the rules; of a linear the first one holds that matches its name.
-        transforms: in their order.
+        about: one sentence that describes the recipe.
+        layers: the rules; the first that matches a linear's name applies to it.
+        transforms: the transforms in the order in which they run.
         rounding: the method that turns weights into codes.
         kv: KV-cache quantizer, or None.
-        windows: calibration windows are ``given`` by a text, or ``continued`` by the model after
-            a start from it.
-        min_expert_tokens: calibration tokens that each expert of a mixture observes at least; 0:
-            those that are routed to it.
-        variant: ``fast``, ``paper`` or ``best`` of a built-in recipe; ``custom`` of a file.
-        departures: from the paper.
-        reason: why this recipe, where ``--target`` chose it.
-        adaptations: what was changed to fit the model, and why; a sentence each.
+        windows: ``given``: calibration windows are taken from a text; ``continued``: each starts
+            with tokens of a text and the model generates the rest.
+        min_expert_tokens: least number of calibration tokens that each expert of a mixture
+            observes; with 0 it observes only the tokens routed to it.
+        variant: ``fast``, ``paper`` or ``best`` for a built-in recipe; ``custom`` for a file.
+        departures: points where the recipe differs from the paper.
+        reason: why ``--target`` chose this recipe; empty if the user chose it.
+        adaptations: a sentence for each change made to fit the model, with its reason.
     """
 
     scheme: str
@@ -88,7 +88,7 @@ class Recipe:
         return next((step for step in self.transforms if step.name == name), None)
 
     def rule_of(self, name: str) -> LayerRule | None:
-        """The rule of the linear of this full name: the first that matches."""
+        """The first rule that matches the linear's full name; None if none does."""
         return next((rule for rule in self.layers if re.search(rule.match, name)), None)
 
     def with_group_size(self, group_size: int | None) -> "Recipe":
@@ -120,15 +120,15 @@ class Recipe:
         )
 
     def for_export(self) -> "Recipe":
-        """The recipe without what only qtool's own runtime and plugins do: ``online-hadamard``."""
+        """The recipe without ``online-hadamard``, which only qtool's runtime and plugins run."""
         kept = tuple(step for step in self.transforms if step.name != "online-hadamard")
         return replace(self, transforms=kept)
 
     def with_options(self, method: str, **options: Any) -> "Recipe":
-        """``options`` set on the transform ``method``.
+        """The recipe with ``options`` set on its transform ``method``.
 
         Raises:
-            QtoolError: if the recipe does not have it.
+            QtoolError: the recipe does not have this transform.
         """
         if self.step(method) is None:
             raise QtoolError(
@@ -142,5 +142,5 @@ class Recipe:
         return replace(self, transforms=steps)
 
     def adapted(self, sentence: str, **changes: Any) -> "Recipe":
-        """``changes`` made to fit a model, and the ``sentence`` that says so."""
+        """The recipe with ``changes`` that fit it to a model, and a ``sentence`` that says so."""
         return replace(self, adaptations=(*self.adaptations, sentence), **changes)
