@@ -1,14 +1,15 @@
-"""A native checkpoint as transformers runs its compressed-tensors export, to the bit.
+"""Runs a native checkpoint as transformers runs its compressed-tensors export, to the bit.
 
 The weights are the export's, in the model's dtype, multiplied by torch's linear. Activations of 8
-bits follow the compressed-tensors library, in the model's dtype too, where the specified rule (and
-vLLM's kernels) take ``max|x| / 127`` in float32 and add integers:
+bits are rounded as the compressed-tensors library does, in the model's dtype too. The specified
+rule, which vLLM's kernels follow, takes ``max|x| / 127`` in float32 and adds integers instead:
 
     s = max|x| / 127.5        Q = clamp(rne(x / s), -128, 127)        x' = Q s
 
-Keys and values of a calibrated kv8 cache are rounded to the export's fp8, one scale for each of the
-two in a block. Loaded with ``CompressedTensorsConfig(dequantize=True)`` an export has its weights
-rounded to the dtype of its scales, and nothing else quantized.
+Keys and values of a calibrated kv8 cache are rounded to the export's fp8, with one scale for the
+keys and one for the values of a block. If an export is loaded with
+``CompressedTensorsConfig(dequantize=True)``, its weights are rounded to the dtype of its scales and
+nothing else is quantized.
 """
 
 from functools import partial
@@ -68,8 +69,8 @@ def load_as_export(
             which it loads weights with zero points.
 
     Raises:
-        QtoolError: not a native checkpoint, an unknown format, one that transformers does not run,
-            one that cannot hold this model, or linears that transformers does not load in it.
+        QtoolError: ``model`` is not a native checkpoint; ``format`` is unknown, is not run by
+            transformers, cannot hold this model, or holds linears that transformers does not load.
     """
     target, directory = require_runs(format), directory_of(model)
     config = read_config(directory)
@@ -102,7 +103,7 @@ def require_runs(format: str) -> CompressedTensors:
     """The export format ``format``.
 
     Raises:
-        QtoolError: unknown, or not one that transformers runs.
+        QtoolError: the format is unknown, or transformers does not run it.
     """
     target = export_formats.get(format)
     if not isinstance(target, CompressedTensors) or format not in RUNS:
@@ -120,10 +121,10 @@ class LibraryLinear(nn.Linear):
 
 
 def library_activation(x: Tensor) -> Tensor:
-    """``x [B, S, K]`` rounded to 8 bits by token, by compressed-tensors' rule, in its own dtype.
+    """``x [B, S, K]`` rounded to 8 bits per token by compressed-tensors' rule, in the dtype of x.
 
-    An ``x [M, K]``, which OPT's MLP gets, has one scale for all its tokens there, whatever the
-    export says.
+    The library gives an ``x [M, K]``, the input of OPT's MLP, one scale for all its tokens,
+    whatever the export's config says.
     """
     scale = x.abs().amax((-1,) if x.dim() > 2 else (0, 1), keepdim=True) / 127.5
     scale = torch.where(scale == 0, 1, scale)
@@ -133,7 +134,7 @@ def library_activation(x: Tensor) -> Tensor:
 def _exported(
     linear: QuantLinear, target: ExportFormat, dtype: torch.dtype, dequantize: bool
 ) -> nn.Linear:
-    """``linear`` with the weight that a loader of the export gets."""
+    """A linear with the weight that a loader reads from the export of ``linear``."""
     codes, params = linear.unpack()
     if linear.permutation is not None:
         params = params | {"permutation": linear.permutation}
@@ -155,13 +156,13 @@ def _exported(
 
 
 class _Fp8Cache:
-    """Wraps a cache, or none, and rounds the keys and values that enter it."""
+    """Wraps a cache or None, and rounds the keys and values that enter the cache."""
 
     def __init__(self, cache: Any, scales: list[Tensor]) -> None:
         self.cache, self.scales = cache, scales
 
     def update(self, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> Any:
-        """All keys and values so far, ``keys`` and ``values [B, H, T, D]`` rounded."""
+        """All keys and values so far, with the new ones ``[B, H, T, D]`` rounded."""
         keys, values = (
             _e4m3(x, scale) for x, scale in zip((keys, values), self.scales, strict=True)
         )

@@ -1,8 +1,8 @@
 """Converts a checkpoint shard by shard, for exports and imports.
 
-A conversion says which linear a tensor of the source belongs to and how it is converted;
+A :class:`Conversion` says which linear a tensor of the source belongs to and how it is converted.
 :func:`convert` streams the source file by file, checks each file against its recorded hash, and
-keeps a record, so that a killed conversion that is run again continues, to the same bytes.
+keeps a record, so that a killed conversion can be run again, continues and gives the same bytes.
 """
 
 import shutil
@@ -44,9 +44,9 @@ class Conversion(ABC):
     """Says how each tensor of ``source`` is converted.
 
     Attributes:
-        identity: facts by name that must be equal for a killed conversion to be continued;
+        identity: facts by name; a killed conversion is continued only if all of them are equal.
             ``source model`` is the source's fingerprint.
-        dtype: of what is not a linear's; None leaves it as it is.
+        dtype: the dtype of weights outside packed linears; None keeps the source's.
     """
 
     source: Checkpoint
@@ -55,16 +55,16 @@ class Conversion(ABC):
 
     @abstractmethod
     def owner(self, name: str) -> str | None:
-        """The linear that tensor ``name`` belongs to, or ``name`` itself; None leaves it out."""
+        """The linear of tensor ``name``, or ``name`` itself; None leaves the tensor out."""
 
     def specs(self, owner: str) -> Tensors:
-        """Names and tensors converted from ``owner``, on ``meta``; by default itself."""
+        """Names and ``meta`` tensors that ``owner`` is converted to; by default itself alone."""
         entry = self.source.entry(owner)
         dtype = self._dtype_of(entry.dtype)
         yield owner, torch.empty(entry.shape, dtype=dtype, device="meta")
 
     def tensors(self, owner: str, notes: Json) -> Tensors:
-        """The same with their content; ``notes`` of the shard may be added to.
+        """The tensors of :meth:`specs` with their content; it may add to the shard's ``notes``.
 
         Raises:
             QtoolError: the content cannot be converted.
@@ -74,22 +74,22 @@ class Conversion(ABC):
         yield owner, tensor if dtype == tensor.dtype else as_dtype(tensor, dtype, owner)
 
     def _dtype_of(self, stored: torch.dtype) -> torch.dtype:
-        """The dtype that a ``stored`` one becomes; what is no weight (ids, masks, fp8) keeps it."""
+        """The new dtype of a tensor in dtype ``stored``; ids, masks and fp8 keep theirs."""
         return self.dtype if self.dtype and stored in DTYPES.values() else stored
 
     @abstractmethod
     def metadata(self) -> Metadata:
-        """The JSON files to write when all shards are there."""
+        """The JSON files to write after all shards."""
 
 
 def convert(work: Conversion, out: Path, progress: Progress | None = None) -> list[Json]:
     """Convert ``work``'s source into the directory ``out``; returns each shard's notes.
 
-    ``OUT.run.json`` beside it holds the time and memory it took. A conversion that was done before
-    is not done again.
+    The file ``OUT.run.json`` beside ``out`` holds the time and memory of the conversion. A finished
+    conversion is not done again.
 
     Raises:
-        CheckFailed: a file of the source is not what its recorded hash says.
+        CheckFailed: a file of the source differs from its recorded hash.
         QtoolError: the content cannot be converted, or the source changed meanwhile; nothing is
             left behind.
     """
@@ -121,7 +121,7 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
 
 
 def shards_of(work: Conversion) -> dict[Path, list[str]]:
-    """The owners of the tensors in each file of the source, placed where their first tensor is."""
+    """The owners of each file of the source; an owner belongs to the file of its first tensor."""
     shards: dict[Path, list[str]] = {}
     placed = set()
     for name, entry in work.source.entries.items():

@@ -1,11 +1,11 @@
 """Writes a native checkpoint in another loader's format.
 
-What cannot be written exactly is noted, never quantized anew in silence.
+An export that cannot be exact says so in a note; nothing is quantized again in silence.
 
 Everything that can be refused is refused from config.json alone, before any work. Then each linear
-is converted and read back as its loader would: the relative distance of the two weights is
-recorded, 0 where they are equal. A killed export continues where it was when it is run again; one
-to GGUF, which is one file, begins anew.
+is converted and read back as its loader would read it, and the relative distance of the two weights
+is recorded, 0 if they are equal. A killed export that is run again continues where it stopped; an
+export to GGUF, which is one file, starts over.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name, missing_sca
 from qtool.runtime.read_linear import linear_shape, load_linear
 from qtool.schemes import Params
 
-#: what the record of a shard calls the distances
+#: the key of the distances in the record of a shard
 ERRORS = "relative weight errors"
 
 
@@ -45,9 +45,9 @@ class Exported:
     """The result of an export: its directory, errors and notes.
 
     Attributes:
-        errors: relative Frobenius distance between the weight in the new file and ours, by linear.
-        notes: what else differs from the native model, a sentence each.
-        nbytes: of the native checkpoint's tensors, and of the new one's.
+        errors: relative Frobenius distance between the exported and the native weight, by linear.
+        notes: a sentence for each other difference from the native model.
+        nbytes: bytes of the native checkpoint's tensors, and of the export's.
     """
 
     directory: Path
@@ -57,7 +57,7 @@ class Exported:
     nbytes: tuple[int, int]
 
     def as_dict(self) -> Json:
-        """The same as plain data, for ``--json``."""
+        """The result as plain data, for ``--json``."""
         return vars(self) | {"directory": str(self.directory), "nbytes": list(self.nbytes)}
 
     def __str__(self) -> str:
@@ -86,11 +86,12 @@ def export(
     """Export the native checkpoint in ``directory`` to ``out`` in format ``name``.
 
     Args:
-        tensor_parallel: GPUs that every linear will be split over; what cannot be split is refused.
+        tensor_parallel: number of GPUs that will share every linear; a linear that cannot be split
+            is refused.
         progress: called after each shard with (done, total, notes).
 
     Raises:
-        QtoolError: an unknown format, or a linear the format cannot express (before any work).
+        QtoolError: an unknown format, or a linear that the format cannot express (before any work).
         CheckFailed: a damaged file, or a scale that the format's dtype cannot hold.
     """
     require_count("--tensor-parallel", tensor_parallel)
@@ -129,7 +130,7 @@ class _Export(Conversion):
     def owner(self, name: str) -> str | None:
         module, _, part = name.rpartition(".")
         if part in NEUTRAL:
-            return None  # kv4's: every engine makes its own 4-bit cache
+            return None  # a scale of kv4: every engine makes its own 4-bit cache
         if part in SCALES:
             return f"{module}.{SCALES[0]}" if self.kv else None
         if parts := self.family.rows_on_disk.get(name):
@@ -179,9 +180,9 @@ class _Export(Conversion):
             yield f"{disk}.{part}", tensor
 
     def _on_disk(self, read: Callable[[str], Tensors], owner: str) -> Tensors:
-        """What ``read`` gives of ``owner``, by the names of published checkpoints.
+        """The tensors that ``read`` returns for ``owner``, by the names of published checkpoints.
 
-        With it goes what shares a tensor there.
+        If a published tensor joins ``owner`` with other tensors, it is returned whole.
         """
         parts = self.family.rows_on_disk.get(owner)
         if parts is None:
@@ -230,7 +231,7 @@ class _Export(Conversion):
         quantization = self.target.quantization_config(named | self._looked_up(named), self.kv)
         config = self.source.config | {"quantization_config": quantization}
         if quantization.get("kv_cache_scheme"):
-            # its loader asks for a number that OPT's configuration does not have
+            # the loader of such scales asks for this number, which OPT's config does not have
             heads = Heads.of(self.family.settings(config))
             config.setdefault("num_key_value_heads", heads.kv)
         if self.target.dtype is not None:
@@ -251,7 +252,7 @@ class _Export(Conversion):
         }
 
     def _looked_up(self, named: Mapping[str, LinearFormat | None]) -> ByLinear:
-        """The first experts under the names that vLLM 0.26 finds the format of all experts by."""
+        """The first experts' formats by the names at which vLLM 0.26 looks for all experts'."""
         experts, found = self.family.experts, {}
         leaves = (experts.gate, experts.up, experts.down) if experts else ()
         for leaf, theirs in zip(leaves, ("gate_proj", "up_proj", "down_proj"), strict=False):
@@ -263,7 +264,7 @@ class _Export(Conversion):
 
 @dataclass
 class _Piece:
-    """Rows from ``start`` of a tensor, which lie at ``places`` in one on disk."""
+    """Rows of ``tensor`` from ``start`` on, which are the rows ``places`` of a tensor on disk."""
 
     tensor: str
     start: int
@@ -271,7 +272,7 @@ class _Piece:
 
 
 def _pieces(family: Family) -> dict[str, list[_Piece]]:
-    """What the tensors on disk that loaders take apart or join are made of."""
+    """The pieces of each tensor on disk that loaders split or join."""
     found: dict[str, list[_Piece]] = {}
     for own, parts in family.rows_on_disk.items():
         start = 0
@@ -285,7 +286,7 @@ def _pieces(family: Family) -> dict[str, list[_Piece]]:
 def keeps_kv_scales(target: ExportFormat, kv: str | None, family: Family) -> bool:
     """Whether the calibrated scales of the cache ``kv`` go into the file.
 
-    vLLM finds them by the name ``self_attn`` alone; its Falcon stops at any other.
+    vLLM finds them only by the name ``self_attn``; its Falcon fails at any other name.
     """
     scales = torch.ones(1, 1, device="meta")
     return (
@@ -297,6 +298,6 @@ def keeps_kv_scales(target: ExportFormat, kv: str | None, family: Family) -> boo
 
 
 def _results(native: Path) -> str:
-    """What the model card in ``native`` shows of evaluations."""
+    """The evaluation results in the model card of ``native``."""
     card = native / CARD
     return results_in(card.read_bytes().decode(errors="replace")) if card.is_file() else ""

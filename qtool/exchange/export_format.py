@@ -24,12 +24,12 @@ EXPERT = r"\.experts\.\d+\."
 class ExportFormat(ABC):
     """One format of one family of serving stacks.
 
-    A format states which schemes and shapes it holds, its tensors (:meth:`tensors`), what a loader
-    makes of them (:meth:`weight`) and its entry in config.json. An export compares the two weights
-    of every linear, so it knows, and says, what it changed.
+    A format states which schemes and shapes it holds, its tensors (:meth:`tensors`), the weight
+    that a loader reads from them (:meth:`weight`) and its entry in config.json. An export compares
+    this weight with the native one for every linear and reports the difference.
     """
 
-    #: what the command line calls it
+    #: the name of the format on the command line
     name: str
     #: one line of help
     about: str
@@ -37,40 +37,40 @@ class ExportFormat(ABC):
     expressible: Mapping[str, tuple[int | None, ...]]
     #: N and K of a linear (of one tensor-parallel rank) are multiples of these two
     tile: tuple[int, int]
-    #: every linear of a block must have one and the same format
+    #: all linears of the model must have the same scheme and group size
     uniform: ClassVar[bool] = True
     #: a linear may stay in 16 bits
     leaves_16_bit: ClassVar[bool] = True
-    #: its loaders know mixtures of experts
+    #: the format's loaders know mixtures of experts
     holds_experts: ClassVar[bool] = True
-    #: the dtype of the whole model, where the format's kernels know only one
+    #: the dtype of the whole model if the format's kernels know only one; else None
     dtype: ClassVar[torch.dtype | None] = None
-    #: its loaders take every architecture, linear by linear
+    #: the format's loaders take every architecture, linear by linear
     any_architecture: ClassVar[bool] = False
-    #: vLLM loads experts one by one in it that are published as one stack
+    #: vLLM loads single experts in this format although the model is published with them stacked
     splits_experts: ClassVar[bool] = False
-    #: transformers itself loads it: it looks modules up by its own names for them, and of weights
-    #: that it converts it drops those in 16 bits
+    #: transformers itself loads the format: it looks modules up by its own names, and it drops
+    #: 16-bit weights if it converts the weights of the model
     read_by_transformers: ClassVar[bool] = False
-    #: it is written as one file, by :mod:`qtool.exchange.gguf.write`
+    #: the export is one file, written by :mod:`qtool.exchange.gguf.write`
     one_file: ClassVar[bool] = False
     #: the loader can split linears over several GPUs
     tensor_parallel: ClassVar[bool] = True
-    #: the file beside config.json that its loaders want ``quantization_config`` in too; "": none
+    #: a file beside config.json in which the loaders want ``quantization_config`` too; "": none
     config_copy: ClassVar[str] = ""
 
     def require_model(self, config: Mapping[str, Any]) -> None:  # noqa: B027  (most take all)
-        """Refuse, before any work, a model that its loaders would run in another way.
+        """Refuse, before any work, a model that the format's loaders would run in another way.
 
         Raises:
-            QtoolError: naming what is not known there.
+            QtoolError: names the setting that the loaders do not know.
         """
 
     def require(self, name: str, found: LinearFormat, n: int, k: int) -> None:
         """Refuse, before any work, a linear whose shape ``[n, k]`` (on one rank) does not fit.
 
         Raises:
-            QtoolError: naming the linear, the shape and what would be accepted.
+            QtoolError: names the linear, its shape and the shapes that are accepted.
         """
         rows, columns = self.tile_of(found.scheme)
         if n % rows or k % columns or k % (found.group_size or 1):
@@ -81,23 +81,23 @@ class ExportFormat(ABC):
             )
 
     def tile_of(self, scheme: str) -> tuple[int, int]:
-        """:attr:`tile`, where it depends on the scheme."""
+        """The tile for ``scheme``: :attr:`tile`, unless the format overrides this method."""
         return self.tile
 
     def refuses_experts(self, found: LinearFormat) -> str:
-        """Why loaders cannot run routed experts in this format; nothing if they can."""
+        """The reason why loaders cannot run routed experts in this format; empty if they can."""
         return ""
 
     def cautions_experts(self, found: LinearFormat) -> str:
-        """A caution where only some loaders run routed experts in this format; empty if all can."""
+        """A caution if only some loaders run routed experts in this format; empty if all do."""
         return ""
 
     def cautions_mixed(self, formats: Formats) -> str:
-        """A caution where only some loaders run linears that are stored so differently."""
+        """A caution if only some loaders run linears in such different formats; empty if all do."""
         return ""
 
     def takes_gathered(self, found: LinearFormat) -> bool:
-        """Whether a permuted linear can be put back in order: the file has one scale a channel."""
+        """Whether a permuted linear can be put back in order: if it has one scale a channel."""
         return found.group_size is None
 
     def activations(self, scheme: str) -> str:
@@ -110,8 +110,8 @@ class ExportFormat(ABC):
     ) -> dict[str, Tensor]:
         """The tensors of one linear, by their name after the module path. Runs on ``meta`` too.
 
-        ``params`` has a ``permutation`` int ``[K]`` besides the scheme's if the linear's input is
-        gathered.
+        ``params`` holds the scheme's parameters, and a ``permutation`` int ``[K]`` if the linear
+        gathers its input.
         """
 
     @abstractmethod
@@ -125,7 +125,7 @@ class ExportFormat(ABC):
         """The ``quantization_config`` of config.json; a format None is a linear in 16 bits."""
 
     def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
-        """The tensors of attention for kv8's scales ``[H, D]``; none if the format has no place."""
+        """The attention tensors for kv8's scales ``[H, D]``; none if the format has none."""
         return {}
 
 
@@ -140,7 +140,7 @@ def file_group_size(group_size: int | None) -> int:
 
 
 def native_activations(linear_format: LinearFormat) -> str:
-    """The activations of our own arithmetic, in the words of :meth:`ExportFormat.activations`."""
+    """The activations of qtool's own kernels, in the words of :meth:`ExportFormat.activations`."""
     kind = linear_format.scheme_object.activation
     if kind.bits == 16:
         return SIXTEEN_BIT
@@ -155,7 +155,7 @@ def one_format(formats: Formats) -> LinearFormat:
 
 
 def scheme_and_group(found: LinearFormat | None) -> tuple[str, int | None] | None:
-    """Scheme and group size of a linear, all of its format that a foreign file shows."""
+    """Scheme and group size of a linear; a foreign file shows nothing else of its format."""
     return (found.scheme, found.group_size) if found else None
 
 

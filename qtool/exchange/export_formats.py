@@ -13,7 +13,7 @@ from qtool.exchange.formats.marlin import MARLIN_FILES
 from qtool.exchange.formats.qqq import Qqq
 from qtool.exchange.formats.qserve import QServe
 
-#: what a format states, besides its functions
+#: the attributes that a format must state
 ATTRIBUTES = ("name", "about", "expressible", "tile")
 EXPORT_FORMATS: dict[str, ExportFormat] = {
     target.name: target
@@ -49,8 +49,8 @@ def register_export(target: ExportFormat) -> None:
     """Add a format of your own, by its ``name``.
 
     Raises:
-        QtoolError: no :class:`ExportFormat`, one whose attributes are absent or of another type, or
-            a name that another format has.
+        QtoolError: ``target`` is no :class:`ExportFormat`, lacks an attribute, has one of another
+            type, or has the name of another format.
     """
     if not isinstance(target, ExportFormat):
         raise QtoolError(

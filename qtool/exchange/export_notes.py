@@ -1,4 +1,4 @@
-"""What a loader's arithmetic changes in an export beyond the weights, a sentence each."""
+"""Notes on how a loader computes otherwise than qtool, besides differences of the weights."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,12 +17,12 @@ from qtool.models.architecture import dtype_name, named_dtype
 def export_notes(
     target: ExportFormat, source: Checkpoint, formats: ByLinear, kv: str | None, keeps_kv: bool
 ) -> list[str]:
-    """What else differs in the export of ``source`` to ``target``, a sentence each.
+    """A sentence for each difference in the export of ``source`` to ``target`` besides weights.
 
     Args:
-        formats: of all linears of the blocks; None stays in 16 bits.
-        kv: the quantizer of the cache.
-        keeps_kv: its scales go into the file.
+        formats: the format of each linear of the blocks; None if it stays in 16 bits.
+        kv: the quantizer of the KV cache.
+        keeps_kv: the scales of the KV cache go into the file.
     """
     config, family = source.config, family_of(source.config)
     quantized = dict.fromkeys(found for found in formats.values() if found)
@@ -58,7 +58,7 @@ def export_notes(
 def not_loaded(
     target: ExportFormat, config: Mapping[str, Any], formats: Mapping[str, LinearFormat | None]
 ) -> list[str]:
-    """Why transformers does not load linears of an export, a sentence each; none if it does."""
+    """A sentence for each reason why transformers does not load linears of an export."""
     experts = family_of(config).experts
     if experts and experts.stacked:
         first = SPLIT_EXPERTS[config["model_type"]]
@@ -72,7 +72,7 @@ def not_loaded(
 
 
 def _converted(family: Family, config: Json, formats: ByLinear) -> str:
-    """A tensor that transformers makes of 16-bit weights of the export by a conversion; or none."""
+    """A tensor that transformers converts from 16-bit weights of the export; empty if none."""
     plain = [part.name for parts in family.rows_on_disk.values() for part in parts]
     plain += [
         f"{published}.weight"
@@ -86,13 +86,13 @@ def _converted(family: Family, config: Json, formats: ByLinear) -> str:
     from qtool.models.derived.on_disk import loading
 
     loaded = loading(built(config))
-    # to such a pattern it adds the names of packed weights
+    # transformers adds the names of packed weights to the patterns of such conversions
     taken = (own for own, pattern in map(loaded, plain) if (pattern or "").endswith(".weight"))
     return next(taken, "")
 
 
 def _dtype_notes(target: ExportFormat, formats: Iterable[LinearFormat], dtype: str) -> list[str]:
-    """Notes on tensors that are rounded besides weights, for a model of ``dtype``."""
+    """Notes on other tensors than weights that are rounded, for a model of ``dtype``."""
     if target.dtype is not None:
         theirs = dtype_name(target.dtype)
         note = f"embedding, norms, biases and head: {dtype} here, {theirs} there"

@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be exported: decided from config.json, also before quantizing."""
+"""Decides from config.json whether a checkpoint can be exported, also before it is quantized."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -17,10 +17,10 @@ from qtool.format import CheckpointFormat, LinearFormat
 from qtool.models import Family, family_of
 from qtool.models.joined import joined_in_block
 
-#: by full name; None stays in 16 bits
+#: the format of each linear by full name; None if it stays in 16 bits
 ByLinear = dict[str, LinearFormat | None]
-#: model types whose published checkpoints hold a block's experts as one stack, and the first vLLM
-#: whose loaders take them packed one by one
+#: model types whose published checkpoints hold a block's experts as one stack, and the first
+#: version of vLLM whose loaders take packed experts one by one
 SPLIT_EXPERTS = {
     **dict.fromkeys(("llama4", "llama4_text", "qwen3_vl_moe"), "0.26"),
     **dict.fromkeys(
@@ -35,10 +35,10 @@ def exported_formats(
     config: Mapping[str, Any],
     tensor_parallel: int = 1,
 ) -> ByLinear:
-    """The format of each linear of the blocks of ``config``, routers among them.
+    """The format of each linear of the blocks of ``config``, routers included.
 
     Raises:
-        QtoolError: what ``target`` cannot express, and the formats that would take all of it.
+        QtoolError: names what ``target`` cannot express, and the formats that take the whole model.
     """
     _require_exportable(checkpoint_format, config)
     model = checkpoint_format, config, tensor_parallel
@@ -60,7 +60,7 @@ def formats_that_take(checkpoint_format: CheckpointFormat, config: Mapping[str, 
     """Names of the formats that a checkpoint can be exported to.
 
     Raises:
-        QtoolError: no format can hold such a model, and why.
+        QtoolError: no format can hold such a model; the message says why.
     """
     _require_exportable(checkpoint_format, config)
     names = _that_take(checkpoint_format, config, 1)
@@ -109,7 +109,7 @@ def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str
 
 
 def _require_unrotated(formats: ByLinear) -> None:
-    """Refuse inputs that are rotated at run time; a model that no format takes never gets here."""
+    """Refuse linears whose inputs are rotated at run time."""
     for name, found in formats.items():
         if found and found.rotated:
             raise QtoolError(
@@ -124,7 +124,7 @@ def _formats(
     config: Mapping[str, Any],
     tensor_parallel: int,
 ) -> ByLinear:
-    """:func:`exported_formats`, rotated or not; an error does not say which formats can."""
+    """As :func:`exported_formats`, but it takes rotated inputs and its errors name no formats."""
     model = family_of(config)
     _require_known(target, model)
     target.require_model(config)
@@ -182,7 +182,7 @@ def _require_share(
     cuts: tuple[int, int],
     gpus: int,
 ) -> None:
-    """Refuse a weight of which ``target`` cannot hold what one GPU has: N and K are cut so."""
+    """Refuse a weight if ``target`` cannot hold one GPU's share; ``cuts``: parts of N and K."""
     (n, k), (rows, columns) = shape, cuts
     if n % rows or k % columns:
         raise QtoolError(f"{name}: a weight [{n}, {k}] cannot be split over {gpus} GPUs")
@@ -193,7 +193,7 @@ def _require_share(
 def _require_experts(
     target: ExportFormat, family: Family, prefix: str, formats: Mapping[str, LinearFormat | None]
 ) -> None:
-    """Refuse experts that loaders cannot run, or not as the one stack that a block has there."""
+    """Refuse experts that loaders cannot run, or whose formats differ within a block's stack."""
     names = [prefix + linear for group in family.groups if group.routed for linear in group.linears]
     if not names:
         return
@@ -206,7 +206,7 @@ def _require_experts(
 
 
 def _require_scheme(target: ExportFormat, name: str, found: LinearFormat) -> None:
-    """Refuse a scheme or group size, naming those that ``target`` takes."""
+    """Refuse a scheme or group size; the error names what ``target`` takes."""
     sizes = target.expressible.get(found.scheme)
     if sizes and found.group_size in sizes:
         return
@@ -222,7 +222,7 @@ def _require_scheme(target: ExportFormat, name: str, found: LinearFormat) -> Non
 def _ranks(
     target: ExportFormat, family: Family, namespace: SimpleNamespace, ranks: int
 ) -> dict[str, tuple[int, int]]:
-    """Into how many parts each linear's N and K are split.
+    """The number of parts that each linear's N and K are split into.
 
     Raises:
         QtoolError: the loader cannot split, or the heads do not divide.
@@ -235,7 +235,7 @@ def _ranks(
 
 
 def _require_uniform(target: ExportFormat, formats: Mapping[str, LinearFormat | None]) -> None:
-    """Refuse mixtures where the format has one setting for all linears."""
+    """Refuse linears of different formats if ``target`` has one setting for all linears."""
     kinds = {kind for found in formats.values() if (kind := scheme_and_group(found))}
     if target.uniform and len(kinds) > 1:
         listed = ", ".join(

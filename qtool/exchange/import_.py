@@ -1,15 +1,15 @@
-"""Make a native checkpoint of a GPTQ, AWQ, AutoRound or compressed-tensors 4-bit one.
+"""Makes a native checkpoint from a 4-bit GPTQ, AWQ, AutoRound or compressed-tensors checkpoint.
 
-Nothing is quantized: codes, scales and zero points are moved into one of our layouts. What no
-scheme of ours holds is refused, before any work, with the reason:
+Nothing is quantized: codes, scales and zero points are moved into one of qtool's layouts. A grid
+that no scheme holds is refused, before any work, with the reason:
 
     w = (c - 8) * s, groups of input channels or the channel   w4a16
     w = (c - z) * s, one group a channel                       w4a8-qoq, so 8-bit activations
     groups of channels that are not neighbours (act order)     the same, its input permuted
 
-QoQ in groups holds no zero points of others: its scales are an integer up to 16 times the
-channel's. The result verifies, runs, and can be exported where its scheme can, unless it permutes
-inputs in groups.
+QoQ in groups cannot hold the zero points of other tools, because its group scales are integer
+multiples (up to 16) of the channel's scale. The result verifies, runs, and can be exported to each
+format of its scheme, unless it permutes inputs in groups.
 """
 
 import re
@@ -52,7 +52,7 @@ PERMUTATION = "permutation"
 
 @dataclass(frozen=True)
 class Imported:
-    """A native checkpoint made of a foreign one, and a sentence for each thing that differs."""
+    """A native checkpoint made from a foreign one, and a sentence for each difference."""
 
     directory: Path
     notes: list[str]
@@ -62,16 +62,16 @@ class Imported:
 def import_checkpoint(
     source: Checkpoint, out: Path, layout: str | None = None, *, progress: Progress | None = None
 ) -> Imported:
-    """Make the native checkpoint ``out`` of the quantized ``source``, with its codes unchanged.
+    """Make the native checkpoint ``out`` from the quantized ``source``, with its codes unchanged.
 
     Args:
-        layout: of every linear; by default the one that quantizing chooses, row-major where its
-            tile does not fit.
+        layout: the layout of every linear; by default the one that quantizing chooses, or row-major
+            if its tile does not fit.
         progress: called after each shard with (done, total, notes).
 
     Raises:
-        QtoolError: not a format that can be read, not a grid of ours, or not the layout's tile
-            (before any work).
+        QtoolError: the format cannot be read, no scheme has the grid, or the layout's tile does not
+            fit (before any work).
         CheckFailed: a damaged file, or a scale that no scheme allows.
     """
     if source.published:
@@ -84,19 +84,19 @@ def import_checkpoint(
 class Import(Conversion):
     """A foreign checkpoint on its way into the native format.
 
-    Made from headers, zero points and group indices alone; codes are read when it is converted.
+    It is made from headers, zero points and group indices alone; the conversion reads the codes.
 
     Args:
         source: the foreign checkpoint.
-        layout: as :func:`import_checkpoint` takes it.
+        layout: as in :func:`import_checkpoint`.
 
     Attributes:
-        foreign: the format it comes from.
-        native: the format it gets.
-        notes: a sentence for each thing that differs.
+        foreign: the format of the foreign checkpoint.
+        native: the format of the native checkpoint.
+        notes: a sentence for each difference.
 
     Raises:
-        QtoolError: what :func:`import_checkpoint` refuses before any work.
+        QtoolError: as :func:`import_checkpoint` does before any work.
     """
 
     def __init__(self, source: Checkpoint, layout: str | None) -> None:
@@ -223,12 +223,12 @@ def _linears(source: Checkpoint, foreign: ImportFormat) -> dict[str, tuple[int, 
 def _plain(
     source: Checkpoint, foreign: ImportFormat, linears: Mapping[str, tuple[int, int]]
 ) -> set[str]:
-    """The names of all tensors but the quantized linears', after a check that none is lost.
+    """The names of all tensors outside quantized linears, after a check that none is lost.
 
-    GPTQ's tools wrote biases of zeros for linears that have none: those are left out.
+    GPTQ's tools wrote biases of zeros for linears that have none; such biases are left out.
 
     Raises:
-        QtoolError: naming a tensor that is missing, of another shape or dtype, or unknown.
+        QtoolError: names a tensor that is missing, unknown, or of another shape or dtype.
     """
     model = Architecture(source.config, family_of(source.config))
     shapes = check_source(source, model, linears)
@@ -247,8 +247,8 @@ def _plain(
 def _permuted(source: Checkpoint, grids: Mapping[str, Grid]) -> tuple[str, ...]:
     """Names within a block of the linears that store an input permutation.
 
-    They are those whose groups are scattered in some block, and all that read the same input,
-    because serving stacks run these as one linear.
+    They are the linears whose groups are scattered in some block, and all linears that read the
+    same input, because serving stacks run these as one linear.
     """
     model = family_of(source.config)
     settings = model.settings(source.config)
@@ -261,7 +261,9 @@ def _permuted(source: Checkpoint, grids: Mapping[str, Grid]) -> tuple[str, ...]:
 
 
 def _format(name: str, grid: Grid, zero_points: bool, layout: str | None) -> LinearFormat:
-    """The native format of a linear; one scale a channel is QoQ's if any linear has zero points.
+    """The native format of a linear.
+
+    A linear with one scale a channel becomes QoQ if ``zero_points``: if any linear has them.
 
     Raises:
         QtoolError: ``layout`` cannot hold its shape.

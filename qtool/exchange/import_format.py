@@ -1,8 +1,8 @@
 """The protocol of a foreign 4-bit format that can be imported.
 
-A checkpoint is described once, from its ``quantization_config``; what no scheme of ours holds
-(other widths, quantized activations) is refused there, with the reason. Group sizes, zero points
-and the order of input channels are data: :func:`grid_of` looks at them, linear by linear.
+A checkpoint's ``quantization_config`` gives its :class:`ImportFormat`; a config that no scheme of
+qtool holds (other widths, quantized activations) is refused there, with the reason. Group sizes,
+zero points and the order of input channels are data: :func:`grid_of` reads them for each linear.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,11 +18,11 @@ from qtool.exchange.formats.affine import Affine
 from qtool.io.source import Checkpoint
 from qtool.models.architecture import dtype_name
 
-#: the schemes that linears become: those whose zero points are all 8, and those with others
+#: the schemes of imported linears: SYMMETRIC if all zero points are 8, else ZERO_POINTS
 SYMMETRIC, ZERO_POINTS = "w4a16", "w4a8-qoq"
 #: a ``quantization_config``
 Config = Mapping[str, Any]
-#: how to go on where a checkpoint cannot be imported
+#: advice for a checkpoint that cannot be imported
 INSTEAD = (
     "quantize the original model, or dequantize this one to 16 bits with the tool that made it "
     "and quantize that"
@@ -34,17 +34,17 @@ class ImportFormat:
     """The format of a foreign checkpoint's linears.
 
     Attributes:
-        name: what messages call the format.
-        weight: the tensor of the codes; a linear that has it is quantized.
-        scales: the tensor of the scales.
-        zeros: the tensor of the zero points.
-        group_index: the tensor that gives each input channel its group; "" if there is none.
-        optional: those of these tensors that a linear may lack.
-        other: further tensors of a linear, which say nothing new.
-        words: the shape of the codes, eight an int32 word, of a weight ``[n, k]``.
+        name: the name of the format in messages.
+        weight: name of the tensor of codes; a linear that has it is quantized.
+        scales: name of the tensor of scales.
+        zeros: name of the tensor of zero points.
+        group_index: name of the tensor with the group of each input channel; "" if there is none.
+        optional: names of the tensors above that a linear may lack.
+        other: names of further tensors of a linear, which are not needed.
+        words: function from ``(n, k)`` to the shape of the packed codes, eight in an int32 word.
         transposed: scales are ``[G, N]``, not ``[N, G]``.
-        read: codes, scales and zero points of the linear ``(tensors, n, k)``.
-        read_zeros: zero points ``[n, groups]`` alone, of ``(stored, n, groups)``.
+        read: function from ``(tensors, n, k)`` to codes, scales and zero points.
+        read_zeros: function from ``(stored, n, groups)`` to zero points ``[n, groups]``.
     """
 
     name: str
@@ -76,10 +76,10 @@ class Grid:
     """The quantization grid of a linear's weight ``[n, k]``.
 
     Attributes:
-        group_size: None is the whole channel.
+        group_size: input channels in a group; None for the whole channel.
         scales: dtype of the scales.
-        zero_points: one of them is not 8.
-        order: the input channels by group, ``[k]``; None if they lie so already.
+        zero_points: whether any zero point is not 8.
+        order: the input channels sorted by group, ``[k]``; None if they are in this order already.
     """
 
     n: int
@@ -94,7 +94,7 @@ def require_setting(config: Config, key: str, wanted: int | str, what: str, why:
     """Refuse a config whose ``key`` is not ``wanted``.
 
     Raises:
-        QtoolError: naming format, key and both values.
+        QtoolError: names the format, the key and both values.
     """
     if config.get(key) != wanted:
         raise QtoolError(
@@ -106,7 +106,7 @@ def grid_of(source: Checkpoint, foreign: ImportFormat, name: str, shape: tuple[i
     """The grid of a linear, from its scales, zero points and group index.
 
     Raises:
-        QtoolError: tensors of other shapes than the model's, or a grid that no scheme of ours has.
+        QtoolError: tensors of other shapes than the model's, or a grid that no scheme has.
     """
     n, k = shape
     codes, words = source.entry(f"{name}.{foreign.weight}"), foreign.words(n, k)
@@ -146,10 +146,10 @@ def grid_of(source: Checkpoint, foreign: ImportFormat, name: str, shape: tuple[i
 
 
 def _order(name: str, group_of: Tensor, k: int, groups: int) -> Tensor | None:
-    """The input channels by group, int64 ``[k]``; None where they lie so already.
+    """The input channels sorted by group, int64 ``[k]``; None if they are in this order already.
 
     Raises:
-        QtoolError: no index of ``groups`` groups of equal size.
+        QtoolError: ``group_of`` is not an index of ``groups`` groups of equal size.
     """
     index = group_of.long()
     legal = index.shape == (k,) and bool(((index >= 0) & (index < groups)).all())

@@ -1,4 +1,4 @@
-"""The quantized formats that can be imported, by ``quant_method``, and advice on others."""
+"""The quantized formats that can be imported, by ``quant_method``, and advice on other formats."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ def import_format_of(config: Mapping[str, Any]) -> ImportFormat:
     """The foreign format of config.json.
 
     Raises:
-        QtoolError: not quantized, or so that it cannot be imported without quantizing anew.
+        QtoolError: the model is not quantized, or importing it would mean quantizing it again.
     """
     quantization = config.get("quantization_config")
     if not isinstance(quantization, Mapping):
@@ -46,7 +46,7 @@ def import_format_of(config: Mapping[str, Any]) -> ImportFormat:
 
 
 def already_quantized(config: Mapping[str, Any]) -> str:
-    """Why a quantized model cannot be quantized, and how to go on."""
+    """The reason why a quantized model cannot be quantized, and what to do instead."""
     quantization = config["quantization_config"]
     method = quantization.get("quant_method")
     found = f"the model is quantized already (quant_method {method!r})"

@@ -1,10 +1,9 @@
 """Our schemes in the form that foreign formats store: ``w = (codes - zero) * scale``.
 
-Three forms cover every format of this room. No form rounds a code. Only where a scale is the
-product of two of ours is it rounded (to the dtype they are stored in), and every export says what
-that costs. A linear whose input is gathered has its columns put back in the model's order
-(``params["permutation"]``): possible where a channel has one scale, since groups would be torn
-apart.
+Three forms cover every format of this package. No form rounds a code. A scale is rounded (to the
+dtype that scales are stored in) only if it is the product of two of ours, and every export reports
+the error. If a linear gathers its input, its columns are put back in the model's order
+(``params["permutation"]``). This needs one scale a channel, since groups would be torn apart.
 
     symmetric 4-bit    codes u8 0..15, zero 8    w4a16, w4a16-24; w4a4 (codes + 8)
     asymmetric 4-bit   codes u8 0..15, zero u8   w4a8-qoq (s1, z); w4a8-qoq-g128 (s1 * s2, z);
@@ -28,7 +27,7 @@ from qtool.schemes.qoq_group import ProgressiveQoQ
 
 GroupSizes = Mapping[str, tuple[int | None, ...]]
 
-#: scheme -> group sizes, of each form
+#: group sizes by scheme, for each form
 SYMMETRIC_4: GroupSizes = {
     "w4a16": (32, 64, 128, None),
     "w4a16-24": (32, 64, 128, None),
@@ -45,7 +44,7 @@ class Affine:
     Attributes:
         codes: ``[N, K]``, uint8 (4-bit) or int8 (8-bit).
         scale: ``[N, G]``, as stored or float32.
-        zero: uint8 ``[N, G]``; None: 8 for 4-bit codes, 0 for 8-bit ones.
+        zero: uint8 ``[N, G]``; None means 8 for 4-bit codes and 0 for 8-bit codes.
     """
 
     codes: Tensor

@@ -1,7 +1,7 @@
 """AutoRound checkpoints: GPTQ's or AWQ's tensors under a config of their own.
 
-``quant_method: auto-round``, and ``packing_format`` says whose tensors they are. About half of the
-scales are below zero.
+The config has ``quant_method: auto-round`` and says in ``packing_format`` which of the two packings
+the tensors have. About half of the scales are negative.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from qtool.errors import QtoolError
 from qtool.exchange.formats import awq, gptq
 from qtool.exchange.import_format import Config, ImportFormat, require_setting
 
-#: by packing_format: auto_gptq stores zero points minus 1, the others as they are
+#: formats by packing_format; auto_gptq stores zero points minus 1, the others unchanged
 PACKINGS: dict[str, Callable[[Config], ImportFormat]] = {
     "auto_round:auto_gptq": gptq.import_format,
     "auto_round:auto_awq": awq.import_format,

@@ -4,11 +4,11 @@ Per linear, ``w[n, k] = (c - z) * s`` with groups ``j = k // g``:
 
     qweight int32 [K, N / 8]   qzeros int32 [G, N / 8]   scales 16-bit [G, N]
 
-Output 8 w + i lies in word w, nibble 0, 4, 1, 5, 2, 6, 3, 7 for i = 0..7, in both. Zero points are
-stored as they are. w4a16 is exact (z = 8); so is w4a8-qoq per channel. w4a8-qoq-g128 keeps its
-codes and zero points, but its scale ``s1 * s2`` is rounded to 16 bits. Of the W4A8 schemes the
-weights are expressed, not the 8-bit activations. Readers: vLLM, SGLang, GPTQModel, transformers
-(with gptqmodel).
+In qweight and qzeros, output 8 w + i lies in word w at nibble 0, 4, 1, 5, 2, 6, 3, 7 for i = 0..7.
+Zero points are stored unchanged. w4a16 is exact (z = 8); so is w4a8-qoq per channel. w4a8-qoq-g128
+keeps its codes and zero points, but its scale ``s1 * s2`` is rounded to 16 bits. The format holds
+the weights of the W4A8 schemes, not their 8-bit activations. Readers: vLLM, SGLang, GPTQModel,
+transformers (with gptqmodel).
 """
 
 from collections.abc import Mapping

@@ -7,8 +7,8 @@ zero points ``weight_zero_point`` int32 ``[N / 8, G]``, nibble ``n % 8`` of word
 8-bit weights and activations are ``int-quantized``: ``weight`` int8 ``[N, K]``, ``weight_scale [N,
 1]``.
 
-The same codes may be run under several kinds of activations; each is a format of its own, so that
-nobody gets another arithmetic than the chosen one.
+The same codes can run with several kinds of activations. Each kind is a format of its own, so that
+a user always gets the arithmetic that was chosen.
 """
 
 import re
@@ -49,7 +49,7 @@ from qtool.schemes import Params
 
 PACKED, INT = "pack-quantized", "int-quantized"
 TOKEN_FP8 = "fp8 per token"
-#: ``input_activations`` of a config group
+#: ``input_activations`` of a config group, by kind of activations
 ACTIVATIONS: dict[str, dict[str, Any] | None] = {
     SIXTEEN_BIT: None,
     TOKEN_INT8: {
@@ -73,7 +73,7 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True)
 class CompressedFormat:
-    """The expression of a scheme: form of its weights, group sizes, activations."""
+    """How a scheme is stored: the form of its weights, its group sizes and its activations."""
 
     form: Form
     group_sizes: tuple[int | None, ...]
@@ -129,7 +129,7 @@ class CompressedTensors(ExportFormat):
             return "experts: transformers loads them in one scheme and group size alone"
         found = filter(None, formats.values())
         zeros = any(self.of_scheme[one.scheme].form is asymmetric_4 for one in found)
-        # it loads them dequantized alone
+        # transformers loads zero points only with dequantize=True, which needs one config group
         return (
             "transformers cannot load weights with zero points beside those of another scheme or "
             "group size"
@@ -140,7 +140,7 @@ class CompressedTensors(ExportFormat):
     def alike(self, formats: Formats) -> bool:
         """Whether one config group describes all linears.
 
-        transformers, told to dequantize, dequantizes all of them by the first.
+        With ``dequantize=True``, transformers dequantizes all linears by the first group.
         """
         groups = [self._group(found, []) for found in formats.values() if found]
         return all(group == groups[0] for group in groups)
@@ -209,7 +209,7 @@ class W4A8Fp8(CompressedTensors):
     def weight(
         self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
     ) -> Tensor:
-        """What vLLM multiplies: fp8 scales relative to their channel, and fp8 multiples of them."""
+        """The weight that vLLM multiplies: fp8 codes times scales that are fp8 within a channel."""
         affine = read(tensors, n, k)
         scale = affine.scale.float()
         channel = scale.abs().amax(1, keepdim=True) / E4M3_MAX

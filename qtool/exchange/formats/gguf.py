@@ -1,11 +1,11 @@
-"""GGUF, llama.cpp's file: ``Q4_0`` and ``Q8_0`` blocks of 32 inputs of an output channel.
+"""GGUF, llama.cpp's file format: ``Q4_0`` and ``Q8_0`` blocks of 32 inputs of an output channel.
 
     Q4_0    fp16 d, 16 bytes    byte j = q[j] + 16 q[j + 16]    w = (q - 8) d
     Q8_0    fp16 d, 32 int8     w = q d
 
 w4a16's codes are Q4_0's and w8a8's are Q8_0's. A scale of more than 32 inputs is repeated for each
-block. One that float16 does not hold exactly is refused, so every weight is exact. llama.cpp
-multiplies with activations of 8 bits in blocks of 32, whatever the scheme's are.
+block. A scale that float16 does not hold exactly is refused, so every weight is exact. llama.cpp
+multiplies with activations of 8 bits in blocks of 32, whatever activations the scheme has.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class Gguf(ExportFormat):
     uniform: ClassVar[bool] = False
     tensor_parallel: ClassVar[bool] = False
     one_file: ClassVar[bool] = True
-    any_architecture: ClassVar[bool] = True  # that :meth:`require_model` takes
+    any_architecture: ClassVar[bool] = True  # :meth:`require_model` refuses those it does not know
 
     def require_model(self, config: Mapping[str, Any]) -> None:
         architectures.require(config)
@@ -83,10 +83,10 @@ class Gguf(ExportFormat):
 
 
 def _exact_half(scale: Tensor) -> Tensor:
-    """``scale`` in float16, in which it is equal.
+    """``scale`` in float16, with equal values.
 
     Raises:
-        CheckFailed: it is not.
+        CheckFailed: float16 does not hold it exactly.
     """
     half = scale.to(torch.float16)
     if not half.is_meta and (lost := int((half.float() != scale.float()).sum())):

@@ -8,8 +8,9 @@ Per linear, ``w[n, k] = (c - z) * s`` with groups ``j = k // g``:
     scales  16-bit [G, N]      g_idx int32 [K], k // g
 
 In an export z is 8 throughout, so ``gptq`` stores 0x77777777 and ``gptq_v2`` 0x88888888. Codes and
-scales are ours: exact. Readers: vLLM, SGLang, GPTQModel, transformers (with gptqmodel). Files that
-are imported may have any z, and with ``desc_act=true`` any ``g_idx`` with g channels a group.
+scales are copied, so weights are exact. Readers: vLLM, SGLang, GPTQModel, transformers (with
+gptqmodel). An imported file may have any z, and any ``g_idx`` with g channels a group if it has
+``desc_act=true``.
 """
 
 import re
@@ -39,7 +40,7 @@ from qtool.schemes import Params
 WORDS = DigitLayout(
     name="gptq", n="n", k="kw byte:4 half:2", order="kw, n byte", nibble="half", dtype=torch.int32
 )
-#: what checkpoint_format "gptq" adds to the stored zero point
+#: number to add to a stored zero point, by checkpoint_format
 ZERO_OFFSET = {"gptq": 1, "gptq_v2": 0}
 
 

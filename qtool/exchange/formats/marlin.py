@@ -5,10 +5,10 @@
     marlin-24   ``B_24`` int32 [K / 32, 2 N], ``B_meta`` int16 [K / 32, 2 N], ``s``: of
                 qtool.layouts.marlin_24
 
-``w = (c - 8) * s``. Codes are copied; so are scales if they are fp16, bf16 ones change only outside
-fp16's range. Every current vLLM and SGLang makes this order itself from a GPTQ or
-compressed-tensors checkpoint, and no longer reads these files (vLLM up to 0.10.1.1 for marlin,
-0.14.1 for marlin-24): export them for the original kernels.
+``w = (c - 8) * s``. Codes are copied, and so are fp16 scales; bf16 scales change only outside
+fp16's range. Current versions of vLLM and SGLang make this order themselves from a GPTQ or
+compressed-tensors checkpoint and no longer read these files (vLLM read marlin up to 0.10.1.1 and
+marlin-24 up to 0.14.1). Export them for the original kernels.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from qtool.schemes import Params
 
 
 class MarlinFile(ExportFormat):
-    """``marlin`` or ``marlin-24``: a layout, and the names its tensors have in the file."""
+    """``marlin`` or ``marlin-24``: a layout, and the names of its tensors in the file."""
 
     leaves_16_bit: ClassVar[bool] = False
     holds_experts: ClassVar[bool] = False

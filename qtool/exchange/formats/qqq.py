@@ -5,9 +5,9 @@ Per channel, ``w = (16 q) * s_channel`` with q in -8..7 as a two's complement ni
 
     S = max_k |w| / 127    s_group = fp16(s / S)    w8 = rne((c - 8) * s_group)    w' = w8 * S
 
-(one fused multiply-add, rounded once), so the codes are kept, but the weight is rounded a second
-time; every export reports that error. A single group, K = 128, is per channel to every reader,
-hence refused. Tensors: ``B`` int32 [K / 16, 2 N] and the scale orders of qtool.layouts.qqq,
+(one fused multiply-add, rounded once). The codes are kept, but the weight is rounded a second time;
+every export reports that error. A single group, K = 128, is refused, because every reader takes it
+as per channel. Tensors: ``B`` int32 [K / 16, 2 N] and the scale orders of qtool.layouts.qqq,
 ``s_channel`` float32 [1, N], and in groups ``s_group`` fp16 [K / 128, N]. Readers: the QQQ project,
 GPTQModel, vLLM up to 0.10.1.1.
 """

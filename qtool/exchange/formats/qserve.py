@@ -6,13 +6,14 @@
     s2_scales int8 [K / 128, N] in groups, permuted: w8 = c * s2 + s2_zeros, w = w8 * s1
     s2_zeros  int8 [K / 128, N] -(z * s2)
 
-In groups everything is an integer or s1: exact. Per channel the format itself rounds ``z * s1`` to
-fp16, which moves a whole output channel by at most 2**-11 of its zero point. The kernel takes the
-token sum of the unquantized activation there (QServe equation 13), ours of the quantized one.
+In groups the format is exact: everything but s1 is an integer. Per channel the format itself rounds
+``z * s1`` to fp16, which moves a whole output channel by at most 2**-11 of its zero point. There
+QServe's kernel takes the token sum of the unquantized activation (QServe equation 13), qtool's
+kernel that of the quantized one.
 
 omniserve loads ``pytorch_model.bin``. qtool writes safetensors only, never a pickle;
-benchmarks/journal/formats.md has the one line that converts. With kv8
-``self_attn.kv_scale_quant_orig`` holds k's and v's largest scale.
+benchmarks/journal/formats.md has the line of Python that converts the file. With kv8
+``self_attn.kv_scale_quant_orig`` holds the largest scale of k and of v.
 """
 
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ class QServe(ExportFormat):
     tensor_parallel: ClassVar[bool] = False
 
     def tile_of(self, scheme: str) -> tuple[int, int]:
-        return (128, 128) if scheme == "w4a8-qoq" else self.tile  # the rows of a kernel's block
+        return (128, 128) if scheme == "w4a8-qoq" else self.tile  # rows of a kernel's thread block
 
     def activations(self, scheme: str) -> str:
         return TOKEN_INT8

@@ -1,7 +1,7 @@
-"""llama.cpp's models: what each computes that a config.json may say otherwise.
+"""llama.cpp's models: the settings that each has fixed in its code, whatever a config.json says.
 
 llama.cpp knows a model by its architecture's name and a few numbers; the rest is in its code. A
-setting that its code does not look at must therefore be the one that the code has.
+setting that its code does not read must therefore have the value that the code computes with.
 """
 
 import copy
@@ -15,7 +15,7 @@ from torch import Tensor
 from qtool.errors import QtoolError, in_one_line
 from qtool.models import Heads, family_of
 
-#: kinds of RoPE that all of them compute, and the frequency base of sliding windows
+#: kinds of RoPE that all architectures compute, and the frequency base of sliding windows
 ROPE_TYPES, LOCAL_BASE = ("default", "linear"), 10000.0
 
 
@@ -24,16 +24,16 @@ class Architecture:
     """One of llama.cpp's architectures.
 
     Args:
-        activation: of its MLP.
-        fixed: settings that it does not look at, and what it computes with.
-        pairs: it turns neighbouring channels of queries and keys together where transformers turns
-            channel i and i + D/2, so their rows are interleaved.
+        activation: the activation function of its MLP.
+        fixed: settings that it does not read, and the values that it computes with.
+        pairs: its RoPE rotates neighbouring channels of queries and keys, where transformers
+            rotates channels i and i + D/2, so the rows of both are interleaved.
         ropes: the kinds of RoPE that it computes.
-        square: its heads are as wide together as the hidden state.
-        windows: every so many blocks one attends to all tokens, and the others to a window; 0:
-            all blocks to all tokens.
-        wide: the number of blocks of the one model whose queries are scaled by H / heads, all
-            others' by the head size.
+        square: its heads together are as wide as the hidden state.
+        windows: one block in so many attends to all tokens, and the others attend to a window; with
+            0 all blocks attend to all tokens.
+        wide: the number of blocks of the model whose queries are scaled by H / heads; other models
+            scale them by the head size.
     """
 
     name: str
@@ -52,9 +52,9 @@ CAUSAL: dict[str, Any] = NO_BIAS | {"use_bidirectional_attention": False}
 UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 GELU = "gelu_pytorch_tanh"
 LLAMA = Architecture("llama", pairs=True, ropes=(*ROPE_TYPES, "llama3"))
-#: every so many blocks of SmolLM3 one has no RoPE
+#: one in so many blocks of SmolLM3 has no RoPE
 NO_ROPE = 4
-#: by model type; each has a tensor for each of ours
+#: architectures by model type; each has a place for every tensor of such a model
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), LLAMA),
     "qwen2": Architecture("qwen2", square=True),
@@ -88,7 +88,7 @@ def settings_of(config: Mapping[str, Any]) -> Any:
     """transformers' config object of the text model of a config.json.
 
     Raises:
-        QtoolError: it has none of it.
+        QtoolError: transformers does not take the config.json.
     """
     import transformers
 
@@ -97,7 +97,7 @@ def settings_of(config: Mapping[str, Any]) -> Any:
         return transformers.AutoConfig.for_model(**copy.deepcopy(plain)).get_text_config(
             decoder=True
         )
-    except Exception as error:  # its own checks raise their own kinds
+    except Exception as error:  # transformers' checks raise exceptions of several types
         raise QtoolError(
             f"gguf: transformers does not take this config.json ({in_one_line(error)})"
         ) from error
@@ -107,7 +107,7 @@ def require(config: Mapping[str, Any]) -> None:
     """Refuse a model that llama.cpp would compute in another way.
 
     Raises:
-        QtoolError: naming what is not known there.
+        QtoolError: names the setting that llama.cpp does not know.
     """
     settings = settings_of(config)
     if (kind := settings.model_type) not in ARCHITECTURES:
@@ -121,7 +121,7 @@ def require(config: Mapping[str, Any]) -> None:
     fixed["hidden_activation" if newer else "hidden_act"] = own.activation
     for key, value in fixed.items():
         found = getattr(settings, key, value)
-        if found != value and (found or value):  # None, False and [] say the same
+        if found != value and (found or value):  # None, False and [] mean the same
             raise QtoolError(f"gguf: {key} is {found!r}; llama.cpp's {own.name} has {value!r}")
     blocks = range(1, settings.num_hidden_layers + 1)
     if getattr(settings, "no_rope_layers", None) not in (None, [n % NO_ROPE > 0 for n in blocks]):
@@ -147,7 +147,7 @@ def require(config: Mapping[str, Any]) -> None:
 
 
 def _require_windows(own: Architecture, settings: Any) -> None:
-    """Refuse RoPE and windows that are not the architecture's."""
+    """Refuse RoPE and windows other than the architecture's."""
     window = getattr(settings, "sliding_window", None)
     if window and not own.windows:
         raise QtoolError(
@@ -178,7 +178,7 @@ def _require_windows(own: Architecture, settings: Any) -> None:
 
 
 def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
-    """Tell ``writer`` the numbers that llama.cpp looks at."""
+    """Give ``writer`` the numbers that llama.cpp reads."""
     heads, experts = Heads.of(settings), family_of(settings).sizes.get("experts")
     rope = settings.rope_parameters
     rope = rope.get("full_attention", rope)
@@ -216,7 +216,7 @@ def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
 
 
 def rope_factors(settings: Any) -> Tensor | None:
-    """What llama.cpp divides Llama 3's frequencies by, float32 ``[D / 2]``."""
+    """The divisors of Llama 3's RoPE frequencies in llama.cpp, float32 ``[D / 2]``."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = settings.rope_parameters
@@ -229,10 +229,10 @@ def rope_factors(settings: Any) -> Tensor | None:
 
 
 def as_stored(name: str, tensor: Tensor, settings: Any) -> Tensor:
-    """``tensor`` as llama.cpp wants it.
+    """``tensor``, whose name in our model is ``name``, as llama.cpp stores it.
 
-    Vectors and routers are float32, norms what is multiplied by; Llama's q and k have rows in
-    pairs. ``name`` is ours.
+    Vectors and routers are float32, a norm's weight is the factor itself, and rows of Llama's q and
+    k are in pairs.
     """
     module = name.rpartition(".")[0]
     linear = module.rpartition(".")[2]

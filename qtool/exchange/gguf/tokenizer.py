@@ -1,12 +1,13 @@
 """llama.cpp's tokenizers: byte-level BPE (``gpt2``), and SentencePiece's BPE (``llama``).
 
 Both are read from transformers' tokenizer. SentencePiece merges the two neighbours that make the
-piece of the highest score; that has lists of merges instead, in the order of the scores of what
-they make. A score is the place of a piece's first merge, negative, if that says the same: merges of
-one piece are beside each other, and all that could make it are there. Runs of spaces have one score
-in SentencePiece, and merges that come in turns.
+piece of the highest score. transformers' tokenizer has a list of merges instead, in the order of
+the scores of the merged pieces. The score of a piece is the negative place of its first merge, if
+such scores say the same as the list: all merges of a piece are neighbours in the list, and every
+merge that could make the piece is there. Runs of spaces have one score in SentencePiece, and their
+merges alternate.
 
-What llama.cpp would split in another way has no tokenizer in the file, which then takes token ids.
+If llama.cpp would split text in another way, the file has no tokenizer and takes token ids.
 """
 
 import json
@@ -32,7 +33,7 @@ def _splits(expression: str) -> list[dict[str, Any]]:
     return [rule | {"invert": False}, BYTES]
 
 
-#: llama.cpp's names of pre-tokenizers: the steps, and whether a whole word that is a token is taken
+#: by llama.cpp's name of a pre-tokenizer: its steps, and whether a word that is a token stays whole
 PRE_TOKENIZERS = {
     "llama-bpe": (_splits(WORDS % r"\p{N}{1,3}" + SPACES), True),
     "dbrx": (_splits(WORDS % r"\p{N}{1,3}" + SPACES), False),
@@ -40,11 +41,11 @@ PRE_TOKENIZERS = {
     "gpt-2": ([GPT2], False),
     "smollm": ([DIGITS, GPT2], False),
 }
-#: what stands for a space in SentencePiece's pieces, and for a byte
+#: the characters for a space, and the pieces for bytes, in SentencePiece
 SPACE, BYTE_PIECES = "▁", frozenset(f"<0x{byte:02X}>" for byte in range(256))
 UNDERSCORED = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 PREPENDED = {"type": "Prepend", "prepend": SPACE}
-#: where a space is put before text, by Metaspace's own words, and what llama.cpp does otherwise
+#: places where a space is put before text, in Metaspace's words, and how llama.cpp differs
 EVERYWHERE, NOWHERE = "everywhere", "never"
 CAUTIONS = {
     EVERYWHERE: "",
@@ -63,14 +64,14 @@ NO_TOKENIZER = (
 
 @dataclass(frozen=True)
 class Splitter:
-    """How llama.cpp splits text as a tokenizer does.
+    """The settings with which llama.cpp splits text as a tokenizer does.
 
     Attributes:
         model: ``tokenizer.ggml.model``.
         pre: ``tokenizer.ggml.pre``.
-        scores: of SentencePiece's pieces, by piece.
+        scores: scores of SentencePiece's pieces, by piece.
         prefix: a space is put before the text.
-        cautions: what llama.cpp does otherwise.
+        cautions: sentences on where llama.cpp differs from the tokenizer.
     """
 
     model: str
@@ -81,7 +82,7 @@ class Splitter:
 
 
 def caution(directory: Path) -> str:
-    """What llama.cpp does otherwise than the tokenizer in ``directory``; empty if nothing."""
+    """Where llama.cpp differs from the tokenizer in ``directory``; empty if nowhere."""
     tokenizer = _loaded(directory)
     if (rule := splitter(tokenizer)) is None:
         return NO_TOKENIZER
@@ -90,19 +91,19 @@ def caution(directory: Path) -> str:
 
 
 def _loaded(directory: Path) -> Any:
-    """transformers' tokenizer, which may split otherwise than its tokenizer.json says.
+    """transformers' tokenizer, which may split text otherwise than its tokenizer.json says.
 
-    None where that is not there, or damaged.
+    It is None if the file is absent or damaged.
     """
     try:
         known = (directory / "tokenizer.json").is_file()
         return AutoTokenizer.from_pretrained(directory) if known else None
-    except Exception:  # its readers raise their own kinds
+    except Exception:  # transformers' readers raise exceptions of several types
         return None
 
 
 def splitter(tokenizer: Any) -> Splitter | None:
-    """How llama.cpp splits text as ``tokenizer`` does; None if it cannot."""
+    """The settings with which llama.cpp splits text as ``tokenizer`` does; None if it cannot."""
     try:
         rule = json.loads(tokenizer.backend_tokenizer.to_str())
         return _byte_level(rule) or _sentence_piece(rule)
@@ -111,7 +112,7 @@ def splitter(tokenizer: Any) -> Splitter | None:
 
 
 def _byte_level(tokenizer: Mapping[str, Any]) -> Splitter | None:
-    """A BPE of bytes whose rule is one of :data:`PRE_TOKENIZERS`."""
+    """The settings for a byte-level BPE with one of :data:`PRE_TOKENIZERS`; None for others."""
     model, normalizer, rule = (tokenizer[key] for key in ("model", "normalizer", "pre_tokenizer"))
     if normalizer not in (None, {"type": "NFC"}) or any(map(model.get, ODD)) or not rule:
         return None
@@ -128,7 +129,7 @@ def _byte_level(tokenizer: Mapping[str, Any]) -> Splitter | None:
 
 
 def _sentence_piece(tokenizer: Mapping[str, Any]) -> Splitter | None:
-    """A BPE of characters, with bytes for those that are no piece."""
+    """The settings for a BPE of characters that falls back to bytes; None for other tokenizers."""
     model, added, prefix = tokenizer["model"], tokenizer["added_tokens"], _prefix(tokenizer)
     if model["type"] != "BPE" or any(map(model.get, (*ODD, "ignore_merges"))):
         return None
@@ -137,7 +138,7 @@ def _sentence_piece(tokenizer: Mapping[str, Any]) -> Splitter | None:
     spaces = {t["content"] for t in added if SPACE in t["content"] and not t["special"]}
     if any(t["normalized"] for t in added if t["content"] in spaces):
         return None
-    # the text that these are looked for in has spaces yet: they come of merges
+    # such tokens are looked for before spaces are replaced, so only merges make these pieces
     merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     pieces = model["vocab"].keys() - {t["content"] for t in added} | spaces
     if (scores := _scores(pieces, merges)) is None:
@@ -147,7 +148,7 @@ def _sentence_piece(tokenizer: Mapping[str, Any]) -> Splitter | None:
 
 
 def _of_added(added: Sequence[Mapping[str, Any]], prefixed: bool = False) -> str:
-    """A caution of tokens that are found in some places only, or swallow the spaces there.
+    """A caution about added tokens that match only in some places, or swallow adjacent spaces.
 
     Args:
         prefixed: a space is put before each token that is looked for in normalized text.
@@ -162,13 +163,13 @@ def _of_added(added: Sequence[Mapping[str, Any]], prefixed: bool = False) -> str
 def _prefix(tokenizer: Mapping[str, Any]) -> str | None:
     """Where a space is put before text, a key of :data:`CAUTIONS`.
 
-    None where text is changed in another way.
+    It is None if the tokenizer changes text in another way.
     """
     normalizer, split = tokenizer["normalizer"], tokenizer["pre_tokenizer"]
     steps = normalizer.get("normalizers", [normalizer]) if normalizer else []
     if not steps and split["type"] == "Metaspace":
         return None if split["split"] or split["replacement"] != SPACE else split["prepend_scheme"]
-    # with every space replaced, a rule that splits at spaces splits nothing
+    # every space is already replaced, so a rule that splits at spaces splits nothing
     if split and not (split["type"] == "Split" and split["pattern"] == {"String": " "}):
         return None
     if steps == [UNDERSCORED]:
@@ -177,7 +178,7 @@ def _prefix(tokenizer: Mapping[str, Any]) -> str | None:
 
 
 def _scores(pieces: set[str], merges: Sequence[Sequence[str]]) -> dict[str, float] | None:
-    """A score for each of ``pieces``, or None where scores do not say what ``merges`` do."""
+    """A score for each of ``pieces``; None if scores cannot say the same as ``merges``."""
     ranks = {(left, right): float(rank) for rank, (left, right) in enumerate(merges)}
     for piece in pieces:
         for cut in range(1, len(piece)):
@@ -201,9 +202,9 @@ def _scores(pieces: set[str], merges: Sequence[Sequence[str]]) -> dict[str, floa
 
 
 def _runs_alike(pieces: set[str], ranks: Mapping[tuple[str, str], float]) -> bool:
-    """Whether ``pieces``, whose merges come in turns, may have one score.
+    """Whether ``pieces``, whose merges alternate, may have one score.
 
-    SentencePiece's runs of spaces, of tabs and of line ends do. Such runs are split both ways.
+    SentencePiece's runs of spaces, tabs and line ends do. The test splits such runs in both ways.
     """
     if any(len(set(piece)) > 1 for piece in pieces):
         return False
@@ -216,7 +217,7 @@ def _runs_alike(pieces: set[str], ranks: Mapping[tuple[str, str], float]) -> boo
 
 
 def _merged(text: str, ranks: Mapping[tuple[str, str], float]) -> list[str]:
-    """The pieces of ``text``: the neighbours of the lowest rank are merged, leftmost first."""
+    """The pieces of ``text``; neighbours of the lowest rank are merged first, from the left."""
     parts = list(text)
     while True:
         pairs = [(ranks.get(pair, math.inf), i) for i, pair in enumerate(pairwise(parts))]
@@ -227,7 +228,7 @@ def _merged(text: str, ranks: Mapping[tuple[str, str], float]) -> list[str]:
 
 
 def write_tokenizer(package: Any, writer: Any, directory: Path, size: int) -> None:
-    """Write the tokenizer, or that there is none, for ``size`` token ids."""
+    """Write the tokenizer for ``size`` token ids, or a note that there is none."""
     tokenizer = _loaded(directory)
     if (rule := splitter(tokenizer)) is None:
         writer.add_tokenizer_model("none")
@@ -254,12 +255,12 @@ def write_tokenizer(package: Any, writer: Any, directory: Path, size: int) -> No
         writer.add_token_scores([scores.get(words.get(n, ""), 0.0) for n in range(size)])
         writer.add_add_space_prefix(rule.prefix)
     special = package.SpecialVocab(directory, load_merges=rule.scores is None, n_vocab=size)
-    special.add_special_token, _ = _around(tokenizer)  # else as such tokenizers mostly do
+    special.add_special_token, _ = _around(tokenizer)  # the default is what most tokenizers do
     special.add_to_gguf(writer)
 
 
 def _around(tokenizer: Any) -> tuple[dict[str, bool], str]:
-    """Whether BOS and EOS are put around a text, and a caution of other tokens that are."""
+    """Whether BOS and EOS are put around a text, and a caution if other tokens are."""
     ids = tokenizer("a")["input_ids"]
     put = {
         "bos": ids[:1] == [tokenizer.bos_token_id],

@@ -1,7 +1,7 @@
-"""Writes a native checkpoint as one GGUF file, by llama.cpp's ``gguf`` package.
+"""Writes a native checkpoint as one GGUF file with llama.cpp's ``gguf`` package.
 
-Names, hyper-parameters and tokenizer are llama.cpp's. The experts of a block are one stack there,
-[E, N, K], which is written where the last of them is read.
+Names, hyper-parameters and tokenizer are llama.cpp's. The file holds the experts of a block as one
+stack [E, N, K], which is written once the last expert has been read.
 """
 
 import math
@@ -35,7 +35,7 @@ from qtool.models import Family, family_of
 from qtool.progress import Progress
 
 FILE = "model.gguf"
-#: what the blocks of a scheme, and a 16-bit tensor, are called there
+#: GGUF's names of the block types by scheme, and of the dtypes of plain tensors
 KINDS = {"w4a16": "Q4_0", "w4a16-24": "Q4_0", "w8a8": "Q8_0"}
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -45,7 +45,7 @@ def require_gguf() -> Any:
     """The ``gguf`` package.
 
     Raises:
-        QtoolError: it is not installed.
+        QtoolError: the package is not installed.
     """
     try:
         import gguf
@@ -62,20 +62,20 @@ def write_gguf(
     """Write ``work``'s source into ``out``, as ``model.gguf`` with its model card and qtool.json.
 
     Args:
-        formats: of the packed linears.
-        facts: for qtool.json.
+        formats: formats of the packed linears, by name.
+        facts: content for qtool.json.
 
     Returns:
         The notes of the tensors.
 
     Raises:
         QtoolError: ``out`` cannot become a result, another export works on it, or the gguf package
-            is not there.
+            is not installed.
         CheckFailed: a damaged source, or a scale that float16 does not hold.
     """
     package = require_gguf()
     require_new(out)
-    # not OUT.partial, which a killed run may have left and goes on from
+    # not OUT.partial, which a killed run may have left and would continue from
     partial = out.with_name(f"{out.name}.gguf.partial")
     partial.mkdir(parents=True, exist_ok=True)
     with lock(partial / LOCK, partial):
@@ -96,9 +96,10 @@ def write_gguf(
 
 @dataclass
 class _Stored:
-    """A tensor of the file: what it is made of, by number of the expert, and the file of the last.
+    """A tensor of the GGUF file.
 
-    A tensor that is no stack has the number -1 alone.
+    ``owners`` are the tensors that it is made of, by the expert's number; the only number is -1 if
+    the tensor is no stack. ``file`` is the source file of the last one.
     """
 
     kind: str
@@ -158,7 +159,7 @@ def _tensors(work: Conversion, formats: Formats, names: Any, settings: Any) -> d
     """The tensors of the file by name.
 
     Raises:
-        QtoolError: llama.cpp has no place for one of ours.
+        QtoolError: llama.cpp's model lacks a tensor of the checkpoint.
     """
     tensors: dict[str, _Stored] = {}
     family = family_of(work.source.config)
@@ -167,7 +168,7 @@ def _tensors(work: Conversion, formats: Formats, names: Any, settings: Any) -> d
             packed = formats.get(owner)
             own = f"{owner}.weight" if packed else owner
             if own in family.outside:
-                continue  # of a tower
+                continue  # a tensor of a tower
             expert = EXPERT.search(own)
             asked = EXPERT.sub(".experts.", _in_a_text_model(own, family))
             found = names.get_name(asked, try_suffixes=(".weight", ".bias"))
@@ -184,7 +185,7 @@ def _tensors(work: Conversion, formats: Formats, names: Any, settings: Any) -> d
 
 
 def _in_a_text_model(name: str, family: Family) -> str:
-    """What a tensor is called in a model that is nothing but the text model of its wrapper."""
+    """The name of a tensor in the text model alone, without the wrapper around it."""
     decoder = family.blocks.rpartition(".")[0]
     for own, alone in ((family.head, "lm_head"), (decoder, "model")):
         if name.startswith(f"{own}."):
@@ -194,16 +195,16 @@ def _in_a_text_model(name: str, family: Family) -> str:
 
 def _read(work: Conversion, owner: str, settings: Any, notes: Json) -> Tensor:
     """The bytes of the tensor that the export makes of ``owner``."""
-    ((own, tensor),) = work.tensors(owner, notes)  # its own name ends as ours does
+    ((own, tensor),) = work.tensors(owner, notes)  # the published name ends as the native one
     return _bytes(as_stored(own, tensor, settings))
 
 
 def _announce(package: Any, writer: Any, name: str, shape: tuple[int, ...], kind: str) -> None:
-    """Tell ``writer`` of a tensor that it will get."""
+    """Announce to ``writer`` a tensor that will follow."""
     quantization = package.GGMLQuantizationType[kind]
     writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), quantization)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """``tensor`` as uint8, its last dimension longer."""
+    """The bytes of ``tensor`` as uint8, with a longer last dimension."""
     return tensor.contiguous().view(torch.uint8)
