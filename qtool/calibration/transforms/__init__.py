@@ -1,1 +1,1 @@
-"""Transforms: each changes weights before rounding and keeps the float model's output."""
+"""Transforms: each changes the weights before rounding and keeps the float model's output."""

@@ -1,14 +1,14 @@
-"""Chooses the channel blocks whose inputs get 8 bits: those that save most error for their work.
+"""Chooses the channel blocks whose inputs get 8 bits: the ones that save most error for their work.
 
-COMET 3.2 gives 8 bits to blocks that hold an outlier. Where that leaves more work in W4A4 than is
-aimed at, more blocks get them, of the whole model those first that save most error per unit of
+COMET 3.2 gives 8 bits to blocks that hold an outlier. If more work is left in W4A4 than the target,
+further blocks of the whole model get 8 bits, in the order of the error that they save per unit of
 work:
 
     cost[g, b] = E_g / ||Y||^2 * || (X_b - Q4(X_b)) W_b^T ||^2 / sum_b' (...)
 
-E_g is the error of the output Y of the decoder block when only group g's input has 4 bits: it
-weighs down_proj against q_proj, which errors of the linears' own outputs cannot, and relative to Y
-a decoder block against the others. The work of a block is its weights.
+E_g is the error of the output Y of the decoder block when only group g's input has 4 bits. It
+compares down_proj with q_proj, which errors of the linears' own outputs cannot; relative to Y it
+compares decoder blocks. The work of a channel block is its number of weights.
 
 Legend: X_b, W_b the channels of block b of the input and the weight; T tokens.
 """
@@ -34,10 +34,11 @@ class BlockCosts:
     """The costs of 4-bit inputs to linears that share an input, by channel block.
 
     Attributes:
-        cost: ``[K/128]``, of each block of 128 channels, by falling magnitude of the channels.
-        work: of one block.
-        least: how many blocks must have 8 bits.
-        most: how many blocks may have 8 bits.
+        cost: ``[K/128]``, the cost of each block of 128 channels, by falling magnitude of the
+            channels.
+        work: work of one block.
+        least: number of blocks that must have 8 bits.
+        most: number of blocks that may have 8 bits.
     """
 
     cost: Tensor
@@ -47,7 +48,7 @@ class BlockCosts:
 
 
 def allocate(groups: Mapping[T, BlockCosts], w4a4_share: float) -> dict[T, int]:
-    """How many blocks of each get 8 bits, as long as ``w4a4_share`` of all work keeps 4."""
+    """The number of 8-bit blocks of each group; ``w4a4_share`` of all work keeps 4 bits."""
     counts = {key: group.least for key, group in groups.items()}
     total = sum(group.work * len(group.cost) for group in groups.values())
     left = (1 - w4a4_share) * total + 0.5
@@ -63,7 +64,7 @@ def allocate(groups: Mapping[T, BlockCosts], w4a4_share: float) -> dict[T, int]:
 def block_shares(block: Block, linears: Sequence[str], x: Tensor, order: Tensor) -> Tensor:
     """Share ``[K/128]`` of each channel block in the output error of 4-bit inputs ``x [T, K]``.
 
-    ``x`` is in ``order [K]``, in which the weights' columns are not.
+    The channels of ``x`` are in ``order [K]``; the columns of the weights are not.
     """
     total = None
     for name in linears:
@@ -81,9 +82,9 @@ def block_shares(block: Block, linears: Sequence[str], x: Tensor, order: Tensor)
 def output_errors(
     block: Block, batches: Sequence[Batch], groups: Iterable[Sequence[str]]
 ) -> list[float]:
-    """Error of the decoder block's output with 4-bit inputs to each of ``groups`` alone.
+    """The squared error of the decoder block's output, relative to the squared output.
 
-    Squared, over the squared output.
+    Each number is for 4-bit inputs to one of ``groups`` alone.
     """
     exact = [run(block, batch) for batch in batches]
     power = sum(float(e.double().square().sum()) for e in exact)
@@ -118,5 +119,5 @@ def rounded_inputs(block: Block, linears: Sequence[str]) -> Iterator[None]:
 
 
 def four_bit(scheme: Scheme, weight: Tensor, x: Tensor) -> Tensor:
-    """``x`` as ``scheme`` quantizes it where no block has 8 bits yet."""
+    """``x`` quantized and dequantized by ``scheme`` with 4 bits in all blocks."""
     return scheme.fake_activation(x, scheme.fit(weight))

@@ -7,9 +7,9 @@ by r:
                      r[n, G] = argmin || X_G (w_nG - Q(w_nG; r)) ||^2          per group (level 2)
     block output     r       = argmin || Block(X; W) - Block(X; Q(W; r)) ||^2  for q_proj and k_proj
 
-X is the input as its quantizer leaves it. Both errors of a row are quadratic forms of the weight
-error, so all rows and groups are searched at once. 1 is always in the grid, and a row keeps its
-group ratios only where they lower the error of the whole row too.
+X is the input after its quantizer. Both errors of a row are quadratic forms of the weight error, so
+all rows and groups are searched at once. The ratio 1 is always in the grid, and a row keeps its
+group ratios only if they lower the error of the whole row too.
 
 Legend: T tokens, N output channels, K input channels, G groups of g.
 """
@@ -33,8 +33,7 @@ from qtool.calibration.statistics import collect, subset
 from qtool.distributed import ranks
 from qtool.schemes.base import ClipRatio, Scheme
 
-#: what the search of any linear costs beside that of its weights, in weights: a few hundred
-#: launches
+#: fixed cost of the search of a linear (a few hundred kernel launches), as a number of weights
 FIXED_COST = 5_000_000
 
 
@@ -44,11 +43,11 @@ class Clip(Transform):
 
     Args:
         lowest: smallest ratio tried.
-        steps: ratios between it and 1.
-        tokens: size of the random sample of inputs the layer error is measured on.
-        sequences: how many calibration sequences the block error is measured on; 0 treats q_proj
-            and k_proj like the others.
-        seed: of the sample.
+        steps: number of ratios from 1 down to ``lowest``.
+        tokens: size of the random sample of inputs on which the layer error is measured.
+        sequences: number of calibration sequences on which the block error is measured; 0 treats
+            q_proj and k_proj like the others.
+        seed: seed of the random sample.
     """
 
     lowest: float = 0.6
@@ -82,7 +81,7 @@ class Clip(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        # of a permuted group only what is quantized reads its input in the new order
+        # in a permuted group only quantized linears read their input in the new order
         first = {
             name: next(
                 other for other in block.family.group_of(name).linears if other in block.schemes
@@ -156,7 +155,7 @@ class Clip(Transform):
 
     def work(self, block: BlockShape) -> Work:
         ratios = len(self.ratios)
-        tried, judged = 2 * ratios + 1, ratios + 1  # a group's own errors need no outputs
+        tried, judged = 2 * ratios + 1, ratios + 1  # errors of single groups need no outputs
         return super().work(block) + Work(
             forward_flops=(ratios + 2)
             * min(1.0, self.sequences / block.samples)
@@ -176,12 +175,12 @@ def search(
     """The ``clip [N]`` and ``group_clip [N, G]`` with the least output error, and that error.
 
     Args:
-        weight: of S linears ``[S, N, K]``, finite.
-        x: the inputs of each ``[S, T, K]``.
+        weight: finite weights ``[S, N, K]`` of S linears.
+        x: inputs ``[S, T, K]`` of the linears.
         ratios: candidates; the first is 1.
 
     Returns:
-        For each linear both clips, and ``[2]`` on the device: the error with them and without.
+        For each linear both clips, and ``[2]`` on the device: the errors with and without them.
     """
     rows = weight.flatten(0, 1)
     low, high = scheme.range(rows, finite=True)
@@ -225,7 +224,7 @@ def two_levels(scheme: Scheme, groups: int) -> bool:
 
 
 def row_error(difference: Tensor, x: Tensor) -> Tensor:
-    """``|| x d_n ||^2 [S N]`` of the weight errors ``difference [S, N, K]``; ``x [S, T, K]``."""
+    """``|| x d_n ||^2 [S N]`` for the weight errors ``difference [S, N, K]``; ``x [S, T, K]``."""
     with tensor_cores():
         return products(x, difference.mT).square().sum(1).flatten()
 

@@ -1,4 +1,4 @@
-"""Finite fields as far as Paley's Hadamard matrices need them.
+"""The operations of finite fields that Paley's Hadamard matrices need.
 
 An element of GF(p^k) is the list of its k coefficients, constant term last.
 """
@@ -32,7 +32,7 @@ def jacobsthal(q: int) -> Tensor:
 def _irreducible(p: int, k: int) -> tuple[int, ...]:
     """Low coefficients of a monic irreducible polynomial of degree k over GF(p), constant last.
 
-    The ring that it makes is a field exactly if no two nonzero elements multiply to zero.
+    The ring of this polynomial is a field exactly if no two nonzero elements multiply to zero.
     """
     if k == 1:
         return (0,)
@@ -45,7 +45,7 @@ def _irreducible(p: int, k: int) -> tuple[int, ...]:
 
 
 def _multiply(a: list[int], b: list[int], p: int, low: tuple[int, ...]) -> list[int]:
-    """``a b`` modulo ``x^k + low`` and p; coefficients with the constant term last."""
+    """``a b`` modulo ``x^k + low`` and p; coefficients have the constant term last."""
     result = [0] * len(a)
     for coefficient in a:  # Horner: result <- result x + coefficient b
         top, result = result[0], [*result[1:], 0]

@@ -1,7 +1,7 @@
-"""Gathering of outlier channels into few blocks, which alone get 8-bit activations.
+"""Gathers outlier channels into few blocks; only these blocks get 8-bit activations.
 
-FMPQ (COMET 3.2, figure 4, :mod:`qtool.schemes.fmpq_blocks`). The order of the channels is folded or
-stored as :mod:`.reorder` does it. :mod:`.block_precision` chooses further blocks.
+This is FMPQ (COMET 3.2, figure 4, :mod:`qtool.schemes.fmpq_blocks`). The order of the channels is
+folded or stored as in :mod:`.reorder`. :mod:`.block_precision` chooses further 8-bit blocks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,10 +38,11 @@ class GatherOutliers(Transform):
         ratio: a channel is an outlier above ``ratio`` times the median channel.
         max_8bit_blocks: at most so many blocks of a linear get 8 bits.
         min_w4a4_share: at least this share of a linear's blocks stays in 4 bits.
-        w4a4_share: blocks without an outlier get 8 bits too, where those save most output error, as
-            long as this share of the model's work is left in W4A4 and both limits above allow it
-            (:mod:`.block_precision`). It is decided before the first block is rewritten.
-        tokens: of the sample of inputs that error is measured on.
+        w4a4_share: blocks without an outlier get 8 bits too, the ones that save most output error
+            first, until only this share of the model's work is left in W4A4 or one of the limits
+            above is reached (:mod:`.block_precision`). They are chosen before the first block is
+            rewritten.
+        tokens: size of the sample of inputs on which this error is measured.
     """
 
     ratio: float = OUTLIER_RATIO
@@ -89,7 +90,7 @@ class GatherOutliers(Transform):
         self._learned = {index: counts.cpu() for index, counts in learned.items()}
 
     def announce(self, block: Block) -> None:
-        """Give 8-bit inputs to linears all of whose blocks get them: smoothing asks the scheme."""
+        """Set linears to 8-bit inputs if all of their blocks get them; smoothing reads this."""
         for number, group in enumerate(block.family.groups):
             for name in _mixed(block, group):
                 blocks = block.weight(name).shape[1] // BLOCK
@@ -108,7 +109,7 @@ class GatherOutliers(Transform):
         return work
 
     def _costs(self, block: Block, batches: Sequence[Batch]) -> list[tuple[int, BlockCosts]]:
-        """What 4-bit inputs cost each group of ``block``, by number, if it saw enough."""
+        """The costs of 4-bit inputs for each group of ``block`` with enough tokens, by number."""
         mixed = {
             n: names
             for n, group in enumerate(block.family.groups)
@@ -129,7 +130,7 @@ class GatherOutliers(Transform):
         return found
 
     def _plan(self, amax: Tensor) -> tuple[BlockPlan, int]:
-        """The blocks with outliers, and how many may have 8 bits."""
+        """The plan for blocks with outliers, and the number of blocks that may have 8 bits."""
         limits = self.max_8bit_blocks, self.min_w4a4_share
         plan = plan_blocks(
             amax, ratio=self.ratio, max_8bit_blocks=limits[0], min_w4a4_share=limits[1]
@@ -147,7 +148,7 @@ class GatherOutliers(Transform):
             plan, most = self._plan(seen.amax)
             order, eight_bit = plan.permutation, plan.eight_bit
             if count := self._count(block, number):
-                # with outliers it has this order already
+                # a plan with outliers already has this order
                 order = by_magnitude(seen.amax)
                 eight_bit[: min(count, most)] = 1
             permute(block, group, order, inside_heads=False)
@@ -157,7 +158,7 @@ class GatherOutliers(Transform):
                 _set_blocks(block, name, eight_bit)
 
     def _count(self, block: Block, number: int) -> int:
-        """How many blocks of the group get 8 bits by what was learned; 0 if nothing was."""
+        """The learned number of 8-bit blocks of the group; 0 if nothing was learned."""
         counts = (self._learned or {}).get(str(block.index))
         return 0 if counts is None else int(counts[number])
 

@@ -1,6 +1,7 @@
-"""Hadamard matrices of all orders that models need, and the randomized rotation made of them.
+"""Hadamard matrices of all orders that models need, and the randomized rotation made from them.
 
-``H [n, n]`` of +-1 with ``H H^T = n I``. Dense orders come by construction: Paley I (``q + 1``, q a
+A Hadamard matrix is ``H [n, n]`` of +-1 with ``H H^T = n I``. Dense ones are constructed: Paley I
+(``q + 1``, q a
 prime power, q = 3 mod 4), Paley II (``2 (q + 1)``, q = 1 mod 4), Williamson (``4 m`` from four
 symmetric circulants with ``A A^T + B B^T + C C^T + D D^T = 4 m I``); every other order is a
 Kronecker product of those. The rotation of QuaRot (Ashkboos et al., 2024) is ``Q = H diag(s) /
@@ -18,8 +19,8 @@ from qtool.errors import QtoolError, require_count
 
 #: first rows of the Williamson circulants of order m, found by search: bit i is the sign of entries
 #: i + 1 and m - i - 1 (1: plus), entry 0 is plus. These reach 92, 116, 156 and 172, which Paley
-#: does not. For 39 the rows searched were those that multiplying the indices by 16 turns into each
-#: other (the last one into itself), for 43 those that multiplying them by 6 leaves as they are.
+#: does not. The search for 39 was limited to rows that become each other if the indices are
+#: multiplied by 16 (the last row becomes itself), the one for 43 to rows that a factor of 6 keeps.
 WILLIAMSON = {
     23: (0x0BB, 0x563, 0x511, 0x736),
     29: (0x04F5, 0x2435, 0x27D2, 0x38ED),
@@ -27,7 +28,7 @@ WILLIAMSON = {
     43: (0x01AA63, 0x1BAF06, 0x1392F5, 0x16686F),
 }
 
-#: what a factor costs besides its order: one pass over the data
+#: cost of a factor besides its order: one pass over the data
 PASS_COST = 16
 
 
@@ -36,11 +37,11 @@ class Hadamard:
     """The orthogonal ``Q [n, n] = H diag(s) / sqrt(n)``, applied fast along the last dimension.
 
     Args:
-        n: the order. Where no Hadamard matrix of order n is known, Q is block diagonal with
-            the largest known one that divides n (``block``).
-        seed: of the signs ``s``; ``None`` means all plus.
+        n: the order. If no Hadamard matrix of order n is known, Q is block diagonal with the
+            largest known order that divides n (``block``).
+        seed: seed of the signs ``s``; ``None`` means all plus.
         keeps_ones: multiply by the reflection that makes ``ones Q = ones``. LayerNorm commutes
-            with such a rotation (the mean stays, so does what is subtracted), RMSNorm with any.
+            with such a rotation, which keeps the mean that it subtracts; RMSNorm commutes with any.
     """
 
     n: int
@@ -72,11 +73,11 @@ def rotation(n: int, *, seed: int | None = 0, keeps_ones: bool = False) -> Hadam
     """The orthogonal ``Q [n, n]`` that spreads outliers: call it on ``x [..., n]`` for ``x Q``.
 
     Args:
-        seed: of the random signs; None: all plus.
+        seed: seed of the random signs; None means all plus.
         keeps_ones: ``ones Q = ones``, as LayerNorm needs.
 
     Raises:
-        QtoolError: for an odd n above 1, or what is no size.
+        QtoolError: ``n`` is odd and above 1, or not a size.
 
     >>> q = rotation(96)
     >>> x, w = torch.randn(4, 96), torch.randn(8, 96)
@@ -101,7 +102,7 @@ def multiply(x: Tensor, orders: tuple[int, ...]) -> Tensor:
 
 
 def random_signs(n: int, seed: int) -> Tensor:
-    """``[n]`` of +-1, the same on all devices."""
+    """Random signs +-1 ``[n]``, the same on all devices."""
     return torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
@@ -109,7 +110,7 @@ def largest_order(n: int) -> int:
     """The largest divisor of ``n`` that is a known Hadamard order.
 
     Raises:
-        QtoolError: for an odd n, of which only 1 is one.
+        QtoolError: ``n`` is odd and above 1; it has no such divisor but 1.
     """
     if n > 1 and n % 2:
         raise QtoolError(
@@ -122,10 +123,10 @@ def largest_order(n: int) -> int:
 def factors(n: int) -> tuple[int, ...]:
     """Orders of dense Hadamard matrices whose Kronecker product has order ``n``.
 
-    Of all such products theirs costs least to apply.
+    Of all such products this one costs least to apply.
 
     Raises:
-        QtoolError: if there are none.
+        QtoolError: there is no such product.
     """
     found = _cheapest(n)
     if found is None:
@@ -172,7 +173,7 @@ def _paley_two(n: int) -> bool:
 
 @lru_cache(maxsize=64)
 def dense(n: int) -> Tensor:
-    """One Hadamard matrix in one piece, verified."""
+    """A verified Hadamard matrix of order ``n`` that is no Kronecker product."""
     if n & (n - 1) == 0:
         matrix = torch.ones(1, 1, dtype=torch.int8)
         for _ in range(n.bit_length() - 1):
@@ -216,7 +217,7 @@ def williamson(m: int) -> Tensor:
 
 
 def circulant(m: int, bits: int) -> Tensor:
-    """The symmetric circulant ``[m, m]`` of +-1 whose first row the bits give."""
+    """The symmetric circulant ``[m, m]`` of +-1 with its first row from ``bits``."""
     half = [1 if bits >> i & 1 else -1 for i in range((m - 1) // 2)]
     row = torch.tensor([1, *half, *reversed(half)], dtype=torch.int8)
     i = torch.arange(m)

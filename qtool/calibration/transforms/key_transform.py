@@ -1,23 +1,24 @@
 """A factor and a rotation of each pair of key channels, fitted so that keys survive 4 bits.
 
-RoPE turns the channels i and j = i + R/2 of a head together, by angles that commute with any turn
-and any scaling of that pair. So each pair of each kv head may have a factor and a phase (QServe
-section 3.2 has the factor; the phase is ours):
+RoPE rotates the channels i and j = i + R/2 of a head as a pair, and this commutes with any rotation
+and any scaling of the pair. So each pair of each kv head may have a factor and a phase (QServe
+section 3.2 has the factor; the phase is qtool's):
 
     k_ij <- turn(phi) k_ij / lambda,      q_ij <- turn(phi) q_ij * lambda
 
-Queries stay in 16 bits and a key is quantized on 15 steps between its extremes, so the error of the
+Queries stay in 16 bits and a key is quantized in 15 steps between its extremes, so the error of the
 scores is, to first order, proportional to
 
     E[ (max k - min k)^2 ] * sum_d lambda_d^2 E[q_d^2]
 
-with k the transformed keys less their mean, which the quantizer takes away too
-(:class:`~qtool.schemes.kv.KV4`). :func:`fit` minimizes the logarithm of that: a factor moves range
-to where queries are small, a phase shares what one channel of a pair has with the other. It has
-many minima, a tenth apart in the error that the quantizer makes, and that error does not always
-fall with the predicted one: so it is found from several phases, to choose from.
+with k the transformed keys minus their mean, which the quantizer subtracts too
+(:class:`~qtool.schemes.kv.KV4`). :func:`fit` minimizes the logarithm of this error. A factor moves
+range to channels whose queries are small, and a phase spreads range between the channels of a pair.
+The function has many minima, whose quantization errors differ by a tenth, and the quantization
+error does not always fall with the predicted one. So the fit starts from several phases, and the
+caller chooses among the results.
 
-Legend: Hkv kv heads, D channels a head, R of them turned by RoPE, T tokens.
+Legend: Hkv kv heads, D channels a head, R of them rotated by RoPE, T tokens.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ STEP_SIZE = 0.1  # of Adam, in units of log lambda and radians
 class KeyTransform:
     """``factor [Hkv, D]``, equal within a pair, and ``phase [Hkv, R/2]`` of keys and queries.
 
-    C transforms at once have C as the first dimension of both.
+    For C transforms at once, both have C as their first dimension.
     """
 
     factor: Tensor
@@ -43,7 +44,7 @@ class KeyTransform:
         return rotate_pairs(keys / self.factor.unsqueeze(-2), self.phase)
 
     def queries(self, queries: Tensor) -> Tensor:
-        """``queries [..., Hkv, T, D]`` transformed: those of the query heads of each kv head."""
+        """``queries [..., Hkv, T, D]`` of the query heads of each kv head, transformed."""
         return rotate_pairs(queries * self.factor.unsqueeze(-2), self.phase)
 
     def original(self, keys: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ class KeyTransform:
 
 
 def rotate_pairs(x: Tensor, phase: Tensor) -> Tensor:
-    """``x [..., Hkv, T, D]``, each pair of its first R channels turned by ``phase [Hkv, R/2]``."""
+    """``x [..., Hkv, T, D]`` with pairs of its first R channels rotated by ``phase [Hkv, R/2]``."""
     half = phase.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cosine, sine = phase.cos().unsqueeze(-2), phase.sin().unsqueeze(-2)
@@ -62,12 +63,12 @@ def rotate_pairs(x: Tensor, phase: Tensor) -> Tensor:
 def key_factor(amax: Tensor, alpha: float, rotary: int, shared: bool) -> Tensor:
     """QServe's ``lambda [Hkv, D]`` from the largest keys ``amax [Hkv, D]``, centred on 1 in a head.
 
-    ``shared``: one lambda for all heads.
+    With ``shared`` all heads have one lambda.
     """
     if shared:
         amax = amax.amax(0, keepdim=True).expand_as(amax)
     pair = torch.maximum(amax[:, : rotary // 2], amax[:, rotary // 2 : rotary])  # [Hkv, R/2]
-    # [Hkv, D]; channels RoPE leaves alone have no partner
+    # [Hkv, D]; channels that RoPE does not rotate have no partner
     paired = torch.cat([pair, pair, amax[:, rotary:]], 1)
     log = paired.clamp_min(torch.finfo(torch.float32).tiny).log()
     alive = paired > 0
@@ -88,17 +89,17 @@ def fit(
     """Transforms of small predicted error, found by Adam from each of C starts.
 
     Args:
-        keys: a sample ``[Hkv, T, D]`` of the keys after RoPE, less their mean.
-        power: mean square ``[Hkv, D]`` of the queries that meet them, summed over a kv head's query
-            heads.
-        start: factors ``[Hkv, D]`` to begin with.
-        phases: phases ``[C, Hkv, R/2]`` to begin with.
+        keys: a sample ``[Hkv, T, D]`` of the keys after RoPE, minus their mean.
+        power: mean square ``[Hkv, D]`` of the queries of these keys, summed over the query heads of
+            a kv head.
+        start: factors ``[Hkv, D]`` at the start.
+        phases: phases ``[C, Hkv, R/2]`` at the start.
         shared: all heads get one factor.
         turns: phases are learned too.
     """
     half, keys = phases.shape[2], keys.float()
     log = start.log()
-    log = torch.cat([log[:, :half], log[:, 2 * half :]], 1)  # one of each pair
+    log = torch.cat([log[:, :half], log[:, 2 * half :]], 1)  # one number for each pair
     log = (log[:1] if shared else log).expand(len(phases), -1, -1).clone().requires_grad_()
     phase = phases.clone().requires_grad_(turns)
     power = power / power.mean(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -122,7 +123,7 @@ def fit(
 def predicted_error(transform: KeyTransform, keys: Tensor, power: Tensor) -> Tensor:
     """``E[range^2] * sum lambda^2 E[q^2]`` of each kv head, ``[Hkv]`` or ``[C, Hkv]``, above 0.
 
-    ``keys`` are centred.
+    The mean of ``keys`` is 0.
     """
     key = transform.keys(keys)
     spread = (key.amax(-1) - key.amin(-1)).square().mean(-1)

@@ -1,29 +1,29 @@
-"""An orthogonal matrix after which groups of weights, and of their inputs, have small maxima.
+"""An orthogonal matrix that makes the maxima of groups of weights, and of their inputs, small.
 
 SpinQuant (Liu et al., 2024, arXiv 2405.16406) learns the rotation of the residual stream on the
-manifold of orthogonal matrices, by the loss of the quantized model. Here that model need not run:
-the step of a group is its largest magnitude over the largest code, and the squared error of
-rounding goes with the step's square. For rows w of the weights that read the residual stream, each
-scaled to a mean square of 1,
+manifold of orthogonal matrices, by the loss of the quantized model. Here the quantized model does
+not run: the step of a group is its largest magnitude over the largest code, and the squared
+rounding error is proportional to the step's square. For rows w of the weights that read the
+residual stream, each scaled to a mean square of 1,
 
     minimize    mean over groups g of    (mean_g |w Q|^p)^(2/p)        p = 16
 
-where the p-norm stands for the maximum, and each weight has the groups of its scheme. Where a group
-has a zero point, its step follows from its range: half the sum of that norm of what is positive and
-of what is negative takes its place. To it comes the same of the inputs of these weights where they
-have no more bits than the weights. Where they have more, the axes stand for them with the weight
-0.3: an outlier of the activations is a channel of the residual stream, and has to stay spread. With
-G the gradient in Q, the skew-symmetric ``S = Q^T G - G^T Q`` is the direction on the manifold. Adam
-turns it into a step Y, and Cayley's transform takes it: ``Q <- Q (I + Y/2)^-1 (I - Y/2)``. With A =
-Y/2 skew-symmetric that is ``2 Q (I + A^T A)^-1 (I - A) - Q``: no pivots.
+where the p-norm approximates the maximum, and each weight has the groups of its scheme. If a group
+has a zero point, its step follows from its range, so half the sum of the norms of its positive and
+of its negative part replaces its norm. The same mean over the inputs of these weights is added if
+inputs have no more bits than weights. If inputs have more bits, the axes replace them with the
+weight 0.3, because an outlier of the activations is a channel of the residual stream and has to
+stay spread. With G the gradient in Q, the skew-symmetric ``S = Q^T G - G^T Q`` is the direction on
+the manifold. Adam makes a step Y from it, which Cayley's transform applies: ``Q <- Q (I + Y/2)^-1
+(I - Y/2)``. With A = Y/2 skew-symmetric that is ``2 Q (I + A^T A)^-1 (I - A) - Q``: no pivots.
 
-A rotation has ``n (n - 1) / 2`` free numbers, and what it wins falls with the number of groups over
-that: rows of random numbers are served as well as those of a model.
+A rotation has ``n (n - 1) / 2`` free numbers, and its gain falls as the ratio of the number of
+groups to these grows: rows of random numbers gain as much as a model's rows.
 
-The matrices of the value heads are learned together: the rows are those of the weight that reads
-the heads' sums, and a group of their columns may lie across heads.
+The matrices of the value heads are learned together. Their rows are those of the weight that reads
+the heads' sums, and a group of its columns may span several heads.
 
-Legend: n order of a matrix, h matrices, M rows, K columns, of which each matrix turns K / h.
+Legend: n order of a matrix, h matrices, M rows, K columns, of which each matrix rotates K / h.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,21 +41,21 @@ from qtool.calibration.forwards import observe
 from qtool.calibration.precision import tensor_cores
 from qtool.calibration.transforms import learned_rotation_triton
 
-#: of the norm: squarings of a square
+#: number of times that squares are squared for the norm's power: p = 2 ** (SQUARINGS + 1)
 SQUARINGS = 3
 POWER = 2 ** (SQUARINGS + 1)
-#: of the first step, in radians of a plane; it falls to 0
+#: size of the first step, in radians of a plane; it falls to 0
 RATE = 0.03
 MOMENTUM, SQUARES = 0.9, 0.99
-#: rows of a step, in n
+#: rows of a step, as a multiple of n
 BATCH = 16
-#: what the axes count beside the rows; inputs count as much as rows
+#: weight of the axes relative to the rows; inputs have the weight 1
 AXES = 0.3
-#: of which inputs are taken, of all batches
+#: tokens of all batches whose inputs are taken
 TOKENS = 2048
-#: a step is many small operations: it takes at least as long as so many candidates of a search
+#: a step has many small operations and takes at least as long as so many candidates of a search
 STEP_TRIES = 6
-#: numbers of a step's rows that are looked at together
+#: elements of a step's rows that are processed together
 STEP_NUMBERS = 1 << 25
 
 
@@ -63,7 +63,7 @@ STEP_NUMBERS = 1 << 25
 class Dense:
     """An orthogonal ``Q [n, n]``: call it on ``x [..., n]`` for ``x Q``.
 
-    It stays on the device where it was used last.
+    The matrix stays on the device where it was last used.
     """
 
     matrix: Tensor
@@ -83,11 +83,11 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class GroupedRows:
-    """Rows of a weight, or of its inputs, and in what groups they are quantized.
+    """Rows of a weight or of its inputs, and the groups in which they are quantized.
 
     Attributes:
-        values: ``[M, K]``.
-        group: channels of a group.
+        values: the rows ``[M, K]``.
+        group: number of channels in a group.
         ranges: the groups have zero points.
     """
 
@@ -104,12 +104,12 @@ def learn(
     inputs: Sequence[GroupedRows] = (),
     keeps_ones: bool = False,
 ) -> Tensor:
-    """``Q [h, n, n]``, float64, from the orthogonal ``start [h, n, n]``.
+    """The learned ``Q [h, n, n]``, float64, from the orthogonal ``start [h, n, n]``.
 
     Args:
-        steps: steps of Adam.
-        inputs: inputs of the weights; if there are none, the axes take their place.
-        keeps_ones: as :func:`descend` takes it.
+        steps: number of steps of Adam.
+        inputs: inputs of the weights; without any, the axes replace them.
+        keeps_ones: as in :func:`descend`.
     """
     matrices, order = start.shape[:2]
     device = weights[0].values.device
@@ -128,7 +128,7 @@ def learn(
 
 
 def gradient_of_step(parts: Sequence[GroupedRows], q: Tensor, step: int) -> Tensor:
-    """The gradient ``[h, n, n]`` of the mean over the numbers of a step's rows."""
+    """The gradient ``[h, n, n]`` of the mean over the elements of the rows of this step."""
     shares = rows_of_step([len(part.values) for part in parts], q.shape[-1], step)
     alike: dict[tuple[int, bool], list[Tensor]] = {}
     for part, own in zip(parts, shares, strict=True):
@@ -150,10 +150,10 @@ def descend(
     """``Q [h, n, n]``, float64, from the orthogonal ``start [h, n, n]``, on its device.
 
     Args:
-        steps: of Adam.
-        gradient_of: the gradient ``[h, n, n]`` in Q of a step, by its number.
-        keeps_ones: ``ones Q = ones``, as LayerNorm needs, if it is so at the start: each step Y has
-            rows and columns whose sums are 0.
+        steps: number of steps of Adam.
+        gradient_of: function from Q and the step's number to the gradient ``[h, n, n]`` in Q.
+        keeps_ones: keep ``ones Q = ones``, as LayerNorm needs, if ``start`` has it: the rows and
+            the columns of each step Y then sum to 0.
     """
     q = start.float()
     one = torch.eye(q.shape[-1], device=q.device)
@@ -167,12 +167,12 @@ def descend(
         squares.lerp_(skew.square(), 1 - SQUARES)
         scale = (squares / (1 - SQUARES ** (step + 1))).sqrt_().clamp_(min=1e-20)
         half = mean / scale * (RATE * (1 - step / steps) / (1 - MOMENTUM ** (step + 1)) / 2)
-        if keeps_ones:  # of the skew-symmetric, -1 times the means of the rows are the columns'
+        if keeps_ones:  # the means of a skew-symmetric matrix's columns are minus its rows'
             means = half.mean(-1, keepdim=True)
             half = half - means + means.mT
-        # positive definite, so that a GPU need not be waited for
+        # the matrix is positive definite, so no check waits for the GPU
         factor, _ = torch.linalg.cholesky_ex(half.mT @ half + one)
-        # of small matrices 3 times as fast on a GPU as cholesky_solve
+        # 3 times as fast for small matrices on a GPU as cholesky_solve
         inner = solve_triangular(factor, one - half, upper=False)
         q = 2 * q @ solve_triangular(factor.mT, inner, upper=True) - q
     q = q.double()
@@ -182,9 +182,9 @@ def descend(
 
 
 def rows_of_step(sizes: Sequence[int], order: int, step: int) -> list[slice]:
-    """About ``BATCH n`` rows, of each part of these sizes its share; all rows in turn.
+    """About ``BATCH order`` rows, a proportional share of each part; the steps take turns.
 
-    Every n-th row, with an odd n: the rows of a head are a power of two.
+    A slice has every n-th row with an odd n, because the rows of a head are a power of two.
     """
     turns = -(-sum(sizes) // (BATCH * order))
     n = turns + 1 - turns % 2
@@ -192,18 +192,18 @@ def rows_of_step(sizes: Sequence[int], order: int, step: int) -> list[slice]:
 
 
 def step_flops(order: int, matrices: int = 1, columns: int = 0) -> float:
-    """Operations of a step: products with its rows, twice, and as if they were such the rest.
+    """Operations of a step: two products with its rows, and the rest counted as such products.
 
-    The rest (axes, powers, a solve by factorization) are fewer and slower ones. Products with
-    inputs come on top of it. ``columns``: K; 0: the order.
+    The rest (axes, powers, a solve by factorization) has fewer but slower operations. Products with
+    inputs are not counted. ``columns`` is K; 0 means the order.
     """
     return (4 * BATCH * (columns or order) + 100 * matrices * order) * float(order) ** 2
 
 
 def gradient(rows: Tensor, q: Tensor, group: int, ranges: bool = False) -> Tensor:
-    """The gradient ``[h, n, n]`` of the mean over the groups of ``rows [M, K]``, turned by q.
+    """The gradient ``[h, n, n]`` of the mean over the groups of ``rows [M, K]``, rotated by q.
 
-    ``ranges``: the groups have zero points.
+    With ``ranges`` the groups have zero points.
     """
     found = torch.zeros_like(q)
     for some in rows.split(max(1, STEP_NUMBERS // rows.shape[1])):
@@ -217,9 +217,10 @@ def gradient(rows: Tensor, q: Tensor, group: int, ranges: bool = False) -> Tenso
 
 
 def to_gradient(x: Tensor, ranges: bool) -> Tensor:
-    """Half the gradient of the square of what stands for the step of each group ``x [..., g]``.
+    """Half the gradient of the squared step of each group ``x [..., g]``, approximated by norms.
 
-    It is times g, and may take the place of ``x``. ``ranges``: the groups have zero points.
+    The result is multiplied by g and may overwrite ``x``. With ``ranges`` the groups have zero
+    points.
     """
     if learned_rotation_triton.runs_on(x):
         return learned_rotation_triton.to_gradient(x, ranges)
@@ -232,25 +233,26 @@ def to_gradient(x: Tensor, ranges: bool) -> Tensor:
 
 
 def _to_gradient_of_norm(x: Tensor, power: int) -> Tensor:
-    """The p-norm ``[..., 1]`` of each group of ``x [..., group]``, a mean under its root.
+    """The p-norm ``[..., 1]`` of each group of ``x [..., group]``, with a mean under the root.
 
-    ``x`` becomes the gradient of the norm's ``power`` over that power, times the group's size.
+    ``x`` becomes the gradient of the norm to the ``power``, divided by the power and multiplied by
+    the group's size.
     """
     top = x.abs().amax(-1, keepdim=True).clamp_(min=1e-20)
     share = x.div_(top)
     powers = share.square()
     for _ in range(SQUARINGS):
-        share *= powers  # its powers 3, 7, 15
+        share *= powers  # share to the power of 3, 7, 15
         powers.square_()
-    mean = powers.mean(-1, keepdim=True).clamp_(min=1 / x.shape[-1])  # 0 of zeros
+    mean = powers.mean(-1, keepdim=True).clamp_(min=1 / x.shape[-1])  # a group of zeros has 0
     share *= mean.pow(power / POWER - 1) * top ** (power - 1)
     return mean.pow_(1 / POWER) * top
 
 
 def unit_rows(x: Tensor, centred: bool = False) -> Tensor:
-    """``x [M, H]`` in float16, each row to a mean square of 1; rows of zeros stay.
+    """``x [M, H]`` in float16 with each row scaled to a mean square of 1; rows of zeros stay.
 
-    ``centred``: each row less its mean before that, as LayerNorm does.
+    With ``centred`` the row's mean is subtracted first, as LayerNorm does.
     """
     x = x.float()
     x = x - x.mean(1, keepdim=True) if centred else x
@@ -264,12 +266,12 @@ def unit_inputs(
     tokens: int,
     centred: bool = False,
 ) -> list[GroupedRows]:
-    """Inputs ``[M, K]`` of submodules, of at most ``tokens`` tokens each, as :func:`unit_rows`.
+    """Inputs ``[M, K]`` of submodules, at most ``tokens`` tokens each, through :func:`unit_rows`.
 
-    Those of a norm whose weight is 1 are its outputs, ``centred`` if it is a LayerNorm.
+    For a norm whose weight is 1 they equal its outputs, with ``centred`` if it is a LayerNorm.
 
     Args:
-        groups: by the submodule's name the sizes of groups in which its inputs are quantized.
+        groups: the sizes of groups in which a submodule's inputs are quantized, by its name.
     """
     seen: list[GroupedRows] = []
 

@@ -1,7 +1,7 @@
 """The gradient of the norms of all groups on a GPU, in one pass over the rows.
 
-The arithmetic is that of ``learned_rotation.to_gradient``; sums are added in another order. Dozens
-of launches for each step were most of a value head's time.
+The arithmetic is that of ``learned_rotation.to_gradient``, with sums added in another order. It
+replaces dozens of kernel launches a step, which take most of the time for a value head.
 """
 
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-#: numbers that one program holds at a time, and the widest group: it lies in one program
+#: elements that one program holds at a time, and the widest group, which one program holds whole
 ELEMENTS, WIDEST = 2048, 16384
 
 if find_spec("triton"):
@@ -18,9 +18,9 @@ if find_spec("triton"):
 
     @triton.jit
     def _norm(x, size, SQUARE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The 16-norm of each row of ``x``, a mean under its root, and its gradient.
+        """The 16-norm of each row of ``x``, with a mean under the root, and its gradient.
 
-        The gradient is times ``size``; SQUARE: half that of the norm's square.
+        The gradient is multiplied by ``size``; with SQUARE it is half that of the norm's square.
         """
         top = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
         share = tl.div_rn(x, top[:, None])

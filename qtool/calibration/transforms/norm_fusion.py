@@ -2,8 +2,8 @@
 
 QuaRot (Ashkboos et al., 2024) section 4.1, QServe B.2.1: for ``y = (n * w + b) W^T + c`` with n the
 normalized input, ``W <- W diag(w)`` and ``c <- c + W b``; afterwards ``w`` is ones and ``b`` zeros.
-What is left of the norm commutes with a rotation. Where a reader has no c to take the bias, it
-stays in the norm, as ``b / w``: ``y = (n + b / w) diag(w) W^T``.
+The norm without them commutes with a rotation. If a reader has no c that can take the bias, the
+bias stays in the norm, as ``b / w``: ``y = (n + b / w) diag(w) W^T``.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,11 @@ from qtool.models.family import Family
 
 @dataclass(kw_only=True)
 class NormFusion(Transform):
-    """Makes all norms of the residual stream plain, the final norm too (into the head).
+    """Fuses all norms of the residual stream, the final norm too (into the head).
 
     Args:
-        final: fuse the final norm. Where the residual stream is not rotated (Gemma 2 and 3, whose
-            stream cannot be) nothing needs it plain: it stays, and with it the one table for
-            embedding and head.
+        final: fuse the final norm. If the residual stream cannot be rotated (Gemma 2 and 3), the
+            final norm is never fused, so that embedding and head can share one table.
     """
 
     final: bool = True
@@ -64,7 +63,7 @@ def fuse(block: Block, norm: str, readers: Sequence[str]) -> None:
     """Fold the weight ``[H]`` and bias of ``norm`` into ``readers`` (weights ``[N, H]``), in place.
 
     Raises:
-        QtoolError: see :func:`kept_bias`.
+        QtoolError: as in :func:`kept_bias`.
     """
     stored, shift, offset = block.weight(norm), block.bias(norm), block.family.norm_offset
     gain = stored.double() + offset
@@ -83,8 +82,7 @@ def kept_bias(gain: Tensor, bias: Tensor, name: str) -> Tensor:
     """The bias ``b / w [H]`` of a norm whose gain went into the linears but whose bias could not.
 
     Raises:
-        QtoolError: a channel with a bias and a gain of zero, which no linear behind it can tell
-            apart.
+        QtoolError: a channel has a bias and a gain of zero, so no linear could read its bias.
     """
     if lost := int(((gain == 0) & (bias != 0)).sum()):
         raise QtoolError(

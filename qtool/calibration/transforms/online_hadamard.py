@@ -1,7 +1,7 @@
-"""Rotation of what down projections read, while the model runs (QuaRot section 4, SpinQuant's R4).
+"""Rotates the inputs of down projections at run time (QuaRot section 4, SpinQuant's R4).
 
-That is the product of two linears' outputs: its few large values set every token's scale, and no
-rotation folds into what precedes it. The operation that quantizes it does the rotation
+Such an input is the product of two linears' outputs. Its few large values set every token's scale,
+and no rotation folds into its producers. The operation that quantizes the input also rotates it
 (:mod:`qtool.schemes.arithmetic.online_hadamard`).
 """
 
@@ -21,9 +21,9 @@ from qtool.schemes.arithmetic.online_hadamard import SPAN
 
 @dataclass(kw_only=True)
 class OnlineHadamard(Transform):
-    """Rotate what down projections read, 64 channels at a time.
+    """Rotate the inputs of down projections, 64 channels at a time.
 
-    Linears whose input channels 64 does not divide stay as they are.
+    A linear is left out if its number of input channels is not a multiple of 64.
     """
 
     name = "online-hadamard"

@@ -1,17 +1,17 @@
 """An orthogonal matrix after which n:m pruning leaves out little.
 
-DenoiseRotator (Gu et al., 2025, arXiv 2505.23049) turns the residual stream before a model is
+DenoiseRotator (Gu et al., 2025, arXiv 2505.23049) rotates the residual stream before a model is
 pruned, so that few weights have most of the importance: it lowers the entropy of the weights'
-importance. Here what pruning leaves out is itself lowered. With H the second moments of the inputs,
-the score of a weight in row w (Optimal Brain Surgeon's, as SparseGPT's) is what its absence costs
-once the others have made up for it, and
+importance. Here the pruned importance itself is lowered. With H the second moments of the inputs,
+the score of a weight in row w (as in Optimal Brain Surgeon and SparseGPT) is the error that remains
+if the weight is pruned and the others compensate, and
 
     s_k = (w Q)_k^2 / (Q^T H^-1 Q)_kk
 
     minimize    mean over weights W of    sum of the m - n least s of each m inputs / sum of w H w^T
 
-over the rows w of the weights that read the residual stream, from ``Q = I`` on, by the steps of
-:mod:`.learned_rotation`. Which scores are the least is decided anew in each of them.
+over the rows w of the weights that read the residual stream, starting from ``Q = I``, by the steps
+of :mod:`.learned_rotation`. Each step determines the least scores again.
 
 Legend: K order of Q, M rows.
 """
@@ -29,9 +29,9 @@ from qtool.calibration.forwards import observe
 from qtool.calibration.precision import tensor_cores
 from qtool.calibration.transforms.learned_rotation import descend, rows_of_step, unit_rows
 
-#: share of the mean of H's diagonal that is added to it, as GPTQ does
+#: share of the mean of H's diagonal that is added to the diagonal, as in GPTQ
 DAMPING = 0.1
-#: a row so many times as large as the median counts as it is, a larger one as the median
+#: a row that is more than so many times as large as the median row is scaled to the median
 LARGEST_ROW = 16.0
 
 
@@ -40,9 +40,9 @@ class Readers:
     """The weights that read one norm.
 
     Attributes:
-        rows: of each ``[M, K]``, float16, as :func:`without_outliers` leaves them.
-        powers: of each the mean of ``w H w^T``.
-        sparsities: of each ``(n, m)``: n of m inputs stay.
+        rows: rows ``[M, K]`` of each weight, float16, after :func:`without_outliers`.
+        powers: mean of ``w H w^T`` over the rows of each weight.
+        sparsities: ``(n, m)`` of each weight: n of m inputs stay.
         inverse: ``H^-1 [K, K]``, float32.
     """
 
@@ -58,8 +58,8 @@ def readers_of(
     """The readers of each norm in ``block``; the norms have the weight 1.
 
     Args:
-        batches: what enters the block; none: the norms' outputs count as uncorrelated.
-        sources: by the weight's name that of the norm it reads.
+        batches: inputs of the block; without any, the norms' outputs are taken as uncorrelated.
+        sources: the name of the norm that a weight reads, by the weight's name.
     """
     names: dict[str, list[str]] = {}
     for name, norm in sources.items():
@@ -82,10 +82,10 @@ def readers_of(
 
 
 def without_outliers(weight: Tensor) -> Tensor:
-    """``weight [M, K]`` to a mean square of 1, its largest rows made as large as the median.
+    """``weight [M, K]`` with outlier rows scaled to the median row, and a mean square of 1.
 
-    What reads a large channel of keys or values may divide by its size: such a row matters no more
-    than others, and would outweigh them.
+    The reader of a large channel of keys or values may divide by the channel's size, so such a row
+    matters no more than others, but would outweigh them.
     """
     size = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
     median = size.median()
@@ -96,7 +96,7 @@ def without_outliers(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def learn_to_prune(of_norms: Sequence[Readers], steps: int, keeps_ones: bool = False) -> Tensor:
-    """``Q [K, K]``, float64; ``keeps_ones``: that of :func:`~.learned_rotation.descend`."""
+    """``Q [K, K]``, float64; ``keeps_ones`` is as in :func:`~.learned_rotation.descend`."""
     inverse = of_norms[0].inverse
     start = torch.eye(len(inverse), device=inverse.device)[None]
 
@@ -107,12 +107,12 @@ def learn_to_prune(of_norms: Sequence[Readers], steps: int, keeps_ones: bool = F
 
 
 def gradient(of_norms: Sequence[Readers], q: Tensor, step: int) -> Tensor:
-    """The gradient ``[K, K]`` in ``q [K, K]`` of what is left out of a step's rows."""
+    """The gradient ``[K, K]`` in ``q [K, K]`` of the scores that a step's rows lose by pruning."""
     sizes = [len(rows) for readers in of_norms for rows in readers.rows]
     shares = iter(rows_of_step(sizes, len(q), step))
     found = torch.zeros_like(q)
     for readers in of_norms:
-        # with tensor cores' mantissas the small ones of Q^T H^-1 Q would be noise
+        # with the short mantissas of tensor cores small elements of Q^T H^-1 Q would be noise
         turned_inverse = readers.inverse @ q
         cost = (q * turned_inverse).sum(0)
         of_cost = torch.zeros_like(cost)
@@ -131,7 +131,7 @@ def gradient(of_norms: Sequence[Readers], q: Tensor, step: int) -> Tensor:
 
 
 def left_out(score: Tensor, sparsity: tuple[int, int]) -> Tensor:
-    """Which of ``[M, K]`` pruning by ``score`` leaves out, boolean."""
+    """A boolean mask ``[M, K]`` of the elements that pruning by ``score`` leaves out."""
     n, m = sparsity
     groups = score.unflatten(-1, (-1, m))
     least = groups.topk(m - n, -1, largest=False).indices

@@ -1,8 +1,8 @@
 """An order of the input channels in which n:m pruning leaves out little.
 
 Channel permutations (Pool and Yu, 2021, Channel Permutations for N:M Sparsity, section 4): two
-channels of two groups of m change places where less importance is left out then. What a weight is
-worth is Wanda's score squared (Sun et al., 2023, arXiv 2306.11695), ``w_k^2 mean(x_k^2)``.
+channels of two groups of m are swapped if pruning then leaves out less importance. The importance
+of a weight is Wanda's score squared (Sun et al., 2023, arXiv 2306.11695), ``w_k^2 mean(x_k^2)``.
 
 Legend: M rows, K input channels, G = K / m groups.
 """
@@ -13,9 +13,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-#: of a weight whose importance is looked at: every n-th, so that about so many are
+#: about so many rows of a weight are evaluated: every n-th row
 ROWS = 1024
-#: in each, half of the groups try to change one channel with the other half
+#: number of rounds; in each, half of the groups try to swap one channel with the other half
 ROUNDS = 300
 
 
@@ -26,8 +26,8 @@ def pruning_order(
     """The order ``[K]`` of the channels of ``importance [M, K]``.
 
     Args:
-        sparsity: ``(n, m)``: n of m stay.
-        seed: of the pairs that are tried.
+        sparsity: ``(n, m)``: n of m channels stay.
+        seed: seed of the random pairs that are tried.
     """
     n, m = sparsity
     device, half = importance.device, importance.shape[1] // m // 2
@@ -55,6 +55,9 @@ def pruning_order(
 
 
 def left_out(groups: Tensor, n: int) -> Tensor:
-    """What is left out ``[G]`` of ``[m, G, M]``: the least sum of m - n, over all rows."""
+    """The importance ``[G]`` that pruning leaves out of ``groups [m, G, M]``, over all rows.
+
+    In each row it is the least sum of m - n channels.
+    """
     some = combinations(groups, len(groups) - n)
     return reduce(torch.minimum, (reduce(torch.add, few) for few in some)).sum(-1)

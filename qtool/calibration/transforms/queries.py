@@ -1,11 +1,11 @@
 """The power of queries after RoPE: how much an error of each key channel counts.
 
-A score is q k, so the error e of a quantized key costs e^T E[q q^T] e with the queries after RoPE,
-of which a cache knows the diagonal: E[q_d^2] e_d^2 summed over channels. Within a head these powers
-differ a hundredfold: a slow pair of channels that every query points along counts for many that
-average out.
+A score is q k, so the error e of a quantized key costs e^T E[q q^T] e with the queries after RoPE.
+A cache uses the diagonal: E[q_d^2] e_d^2 summed over channels. Within a head these powers differ by
+a factor of a hundred: a pair of channels that RoPE rotates slowly and that all queries share counts
+as much as many pairs that average out.
 
-Legend: Hkv kv heads, D channels a head, R of them turned by RoPE, B sequences of S tokens, T any
+Legend: Hkv kv heads, D channels a head, R of them rotated by RoPE, B sequences of S tokens, T any
 tokens.
 """
 
@@ -20,7 +20,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.forwards import inputs_of
 from qtool.calibration.transforms.key_transform import KeyTransform
 
-#: least importance of a channel, of the mean of its head: none may be lost altogether
+#: least importance of a channel relative to the mean of its head, so that no channel is lost
 LEAST = 1e-3
 
 
@@ -28,7 +28,7 @@ LEAST = 1e-3
 class Queries:
     """Mean outer product ``moment [Hkv, D, D]`` of the queries after RoPE.
 
-    It is summed over the query heads of a kv head.
+    The moment is summed over the query heads of a kv head.
     """
 
     moment: Tensor
@@ -41,12 +41,12 @@ class Queries:
     def importance(self, transform: KeyTransform | None = None) -> Tensor:
         """Weight ``[Hkv, D]`` of a squared error in each key channel, mean 1 in a head.
 
-        With a ``transform`` it is that of the transformed keys.
+        With a ``transform`` it is the weight for channels of the transformed keys.
         """
         power = self.power
         if transform is not None:
             half = transform.phase.shape[1]
-            cross = self.moment.diagonal(half, 1, 2)[:, :half]  # of the two channels of each pair
+            cross = self.moment.diagonal(half, 1, 2)[:, :half]  # moment of the channels of a pair
             first, second, rest = power[:, :half], power[:, half : 2 * half], power[:, 2 * half :]
             cosine, sine = transform.phase.cos(), transform.phase.sin()
             mixed = 2 * cosine * sine * cross
@@ -60,7 +60,7 @@ class Queries:
         return torch.where(mean > 0, power / mean, 1.0).clamp_min(LEAST)
 
     def score_error(self, lost: Tensor) -> Tensor:
-        """Mean square ``[Hkv]`` of the scores that ``lost [Hkv, T, D]`` of the keys makes."""
+        """Mean square ``[Hkv]`` of the score errors from the key errors ``lost [Hkv, T, D]``."""
         return ((lost @ self.moment) * lost).sum(2).mean(1)
 
 
@@ -92,16 +92,16 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
 
 
 def apply_rope(queries: Tensor, arguments: dict[str, object], rotated: int) -> Tensor:
-    """``queries [B, S, H, D]`` turned as a block turns them that is given ``arguments``.
+    """``queries [B, S, H, D]`` after RoPE, as a block with these ``arguments`` applies it.
 
-    RoPE turns ``rotated`` channels of a head, i and i + ``rotated`` / 2 together.
+    RoPE rotates ``rotated`` channels of a head, in pairs i and i + ``rotated`` / 2.
     """
     angles = arguments.get("position_embeddings")
     if angles is None or arguments.get("alibi") is not None:
         return queries
     # [B or 1, S, 1, R]
     cosine, sine = (part.float()[:, :, None] for part in angles)  # type: ignore[attr-defined]
-    if 2 * cosine.shape[-1] == rotated:  # GPT-OSS's: an angle of each pair once
+    if 2 * cosine.shape[-1] == rotated:  # GPT-OSS has the angle of each pair only once
         cosine, sine = torch.cat([cosine, cosine], -1), torch.cat([sine, sine], -1)
     turning, rest = queries.split([cosine.shape[-1], queries.shape[-1] - cosine.shape[-1]], -1)
     first, second = turning.chunk(2, -1)
@@ -109,7 +109,7 @@ def apply_rope(queries: Tensor, arguments: dict[str, object], rotated: int) -> T
 
 
 def rotary_dim(block: Block) -> int:
-    """The number of channels of a head that RoPE turns."""
+    """The number of channels of a head that RoPE rotates."""
     dim = block.heads.dim
     if not block.attention.rotary:
         return 0
@@ -123,6 +123,6 @@ def rotary_dim(block: Block) -> int:
 
 
 def shared_norm(block: Block) -> bool:
-    """Whether one norm weight ``[D]`` serves all heads; a single kv head's key norm is no sign."""
+    """Whether one norm weight ``[D]`` serves all heads; it is False with a single kv head."""
     norm, heads = block.attention.q_norm, block.heads
     return norm is not None and block.weight(norm).numel() < heads.query * heads.dim

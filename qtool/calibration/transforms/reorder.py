@@ -1,11 +1,11 @@
 """Reordering of input channels: a quantization group holds channels of similar salience.
 
-QServe B.2.3: channels are sorted by max|X|. Where the weights are pruned, the order is one in which
+QServe B.2.3: channels are sorted by max|X|. If the weights are pruned, the order is one in which
 pruning leaves out little (:mod:`.pruning_order`), except inside heads. With P an order of the input
 channels, ``X W^T = X[:, P] W[:, P]^T``. The order of X folds into the rows of up and gate (-> down)
-and, inside a head, of v (-> o; all query heads of a kv head share it). Behind a norm it cannot
-fold, since each layer has its own order on the one residual stream: it is then stored with the
-linears, and their input is gathered at run time.
+and, inside a head, into the rows of v (-> o; all query heads of a kv head share it). The order of a
+norm's output cannot fold, since each layer needs its own order of the one residual stream. It is
+stored with the linears, and their input is gathered at run time.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from qtool.models.family import Family
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.fmpq_blocks import by_magnitude
 
-#: methods that come before an order of the channels, and why
+#: methods that must run before a method that orders channels, each with the reason
 BEFORE_ORDER = {
     "rotate": "a rotation mixes the channels that were put in order",
     "smooth": "smoothing changes which channels are salient and folds in the original order",
     "value-basis": "a new basis has other channels",
 }
 
-#: of all batches, of which the mean squares of the channels are taken where weights are pruned
+#: tokens of all batches for the mean squares of the channels, which pruned weights need
 TOKENS = 2048
 
 
@@ -42,8 +42,8 @@ class Reorder(Transform):
     """Sort input channels by salience, or arrange them for pruning.
 
     Args:
-        groups: which groups: ``heads`` (o) and ``product`` (down), which fold, and ``norm`` (qkv,
-            gate and up), which costs a gather at run time.
+        groups: the groups to reorder: ``heads`` (o) and ``product`` (down), which fold, and
+            ``norm`` (qkv, gate and up), which costs a gather at run time.
     """
 
     groups: Sequence[str] = ("heads", "product")
@@ -93,7 +93,7 @@ class Reorder(Transform):
 
 
 def sparsity_of(block: Block, group: LinearGroup) -> tuple[int, int] | None:
-    """That of the schemes of all linears of ``group``; None where they differ or are dense."""
+    """The common sparsity of the linears of ``group``; None if they differ or are dense."""
     schemes = [block.schemes.get(name) for name in group.linears]
     found = {None if scheme is None else scheme.sparsity for scheme in schemes}
     return found.pop() if len(found) == 1 else None
@@ -115,7 +115,7 @@ def order_in_heads(block: Block, amax: Tensor) -> Tensor:
 def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool = True) -> None:
     """Put the input channels of ``group`` in ``order [K]``.
 
-    The order folds into the producer where it can.
+    The order folds into the producer of the input if that is possible.
     """
     if recipe_group(group) == "product" and group.ordered:
         for name in filter(None, (group.source, group.gate)):
@@ -128,7 +128,7 @@ def permute(block: Block, group: LinearGroup, order: Tensor, inside_heads: bool 
         permute_outputs(block, group.source, rows.flatten())
         permute_inputs(block, group, order)
     else:
-        for name in group.linears:  # what stays in 16 bits stores no order
+        for name in group.linears:  # linears in 16 bits store no order
             if name in block.schemes:
                 block.permute(name, order)
 
@@ -142,12 +142,12 @@ def recipe_group(group: LinearGroup) -> str:
 
 
 def permute_inputs(block: Block, group: LinearGroup, order: Tensor) -> None:
-    """Columns of the group's linears in ``order [K]``, in place."""
+    """Put the columns of the group's linears in ``order [K]``, in place."""
     for name in group.linears:
         weight = block.weight(name)
         weight.copy_(weight[:, order])
 
 
 def permute_outputs(block: Block, name: str, order: Tensor) -> None:
-    """Rows and bias of linear ``name`` in ``order [N]``, in place."""
+    """Put the rows and the bias of linear ``name`` in ``order [N]``, in place."""
     block.change_rows(name, lambda rows: rows[order])

@@ -1,19 +1,19 @@
 """Rotation spreads outliers of the residual stream and of the value heads over all channels.
 
 QuaRot (Ashkboos et al., 2024), QServe B.2.1, APEX4 3.1. With the randomized Hadamard ``Q [H, H]``
-and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head, or what is learned from them on:
+and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head, or matrices learned from these:
 
     residual stream   x <- x Q:   embedding <- E Q,  readers W <- W Q,  writers W <- Q^T W, b <- b Q
     values            v <- v P:   W_v <- P^T W_v, b_v <- b_v P    (a head's rows)
                                   W_o <- W_o P                    (its columns)
 
 All of it is folded offline; nothing is added at run time. RMSNorm (its weight fused before)
-commutes with any rotation. LayerNorm commutes with one that keeps the all-ones vector: the mean
-over channels is the component along it. Such a model gets the rotation reflected so that ``ones Q =
-ones``, which spares the mean-subtraction folding and keeps LayerNorm, and so the checkpoint's
-architecture, as it is. A bias that stayed in a norm turns with its channels. A norm of what is
-written to the residual stream (Gemma 2) commutes with no rotation, since its weight can move
-nowhere.
+commutes with any rotation. LayerNorm commutes with a rotation that keeps the all-ones vector, since
+the mean over channels is the component along it. A model with LayerNorm gets the rotation reflected
+so that ``ones Q = ones``; no mean subtraction has to be folded, and LayerNorm and the checkpoint's
+architecture stay the same. A bias that stayed in a norm is rotated with its channels. A norm whose
+output is added to the residual stream (Gemma 2) commutes with no rotation, since its weight cannot
+be moved into a linear.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,8 +45,8 @@ from qtool.calibration.transforms.pruned_rotation import Readers, learn_to_prune
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 
-#: bytes in 16 bits of the readers of the residual stream of which a rotation is learned; where they
-#: have more, it is every n-th row, and of the inputs every n-th token
+#: bytes of weights, in 16 bits, from which the rotation of the residual stream is learned; if its
+#: readers have more, only every n-th row and every n-th token of their inputs is used
 LARGEST = 10 << 30
 
 
@@ -55,16 +55,16 @@ class Rotate(Transform):
     """Rotate the residual stream and the value heads.
 
     Args:
-        seed: of the random signs of the residual rotation.
-        learn_steps: by which the residual rotation is learned from the weights that read the
-            residual stream, and from their inputs if these have no more bits than they, from the
-            Hadamard on (:mod:`.learned_rotation`); where these weights are pruned, from the
-            identity on, so that pruning leaves out little (:mod:`.pruned_rotation`); 0: none.
-            Likewise, block by block and in half the steps, those of the value heads from W_o.
+        seed: seed of the random signs of the residual rotation.
+        learn_steps: number of steps in which the residual rotation is learned from the weights that
+            read the residual stream, and from their inputs if these have no more bits than the
+            weights. It starts from the Hadamard (:mod:`.learned_rotation`), or, if these weights
+            are pruned, from the identity, so that pruning leaves out little
+            (:mod:`.pruned_rotation`). The rotations of the value heads are learned from W_o, block
+            by block and in half the steps. 0 learns nothing.
         residual: rotate the residual stream (needs the norms fused).
         heads: rotate each value head.
-        keeps_mean: rotate around the all-ones vector; models that normalize with LayerNorm always
-            are.
+        keeps_mean: rotate around the all-ones vector; always true for models with LayerNorm.
     """
 
     seed: int = 0
@@ -99,7 +99,7 @@ class Rotate(Transform):
 
     @property
     def head_steps(self) -> int:
-        """The steps of a head's matrix, which is small: half of them leave 3 % of the gain."""
+        """The steps of a head's matrix: it is small, and half the steps lose 3 % of the gain."""
         return -(-self.learn_steps // 2)
 
     def learn(self, blocks: Iterable[Block], batches: Sequence[Batch]) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ class Rotate(Transform):
             hidden, layers = block.config.hidden_size, block.config.num_hidden_layers
             steps = self.learn_steps / layers
             seen = replace(block, samples=min(block.samples, LEARNING_SEQUENCES))
-            # with the inverses of the moments behind norms
+            # products with the inverse moments of the norms' outputs
             pruned = 4 * self._pruned_norms(block) * layers * float(hidden) ** 3
             work += Work(
                 read_bytes=block.weights * block.itemsize,
@@ -174,7 +174,7 @@ class Rotate(Transform):
         return max(held, self._learned_bytes(block))
 
     def _learned_bytes(self, block: BlockShape) -> int:
-        """Bytes of the rows, and inputs, that the rotation is learned of; 0 if it is not."""
+        """Bytes of the rows and inputs from which the rotation is learned; 0 without learning."""
         if not self.learns:
             return 0
         hidden, layers = block.config.hidden_size, block.config.num_hidden_layers
@@ -187,7 +187,7 @@ class Rotate(Transform):
         return int((rows + inputs) / max(1, -(-rows // LARGEST)))
 
     def _pruned_norms(self, block: BlockShape) -> int:
-        """How many norms weights that are pruned read."""
+        """The number of norms that are read by pruned weights."""
         readers = (g for g in block.family.folds() if g.reads_residual)
         return len(
             {group.source for group in readers if not block.pruned.isdisjoint(group.linears)}
@@ -268,5 +268,5 @@ def rotate_bias(block: Block, name: str, q: Hadamard | Dense) -> None:
 
 
 def _by_parts(x: Tensor, q: Hadamard | Dense) -> Tensor:
-    # of a transposed x torch would multiply row by row
+    # torch would multiply a transposed x row by row
     return q(x.contiguous().unflatten(-1, (-1, q.n))).flatten(-2)

@@ -6,17 +6,17 @@ K]:
 
     X <- X / lambda,  W <- W lambda,   lambda_k = max|X_k|^alpha / max|W_k|^beta
 
-SmoothQuant itself has ``beta = 1 - alpha`` and one alpha for all (``alpha: 0.5``, norms only). Else
-``(alpha, beta)`` is searched so that the output error of the group is least with the scheme's own
-weight *and* activation quantizers in place; lambda = 1 is in the grid. QServe finds alpha near 0
-best for the output modules (o, down); the search finds that by itself where it is so.
+SmoothQuant itself has ``beta = 1 - alpha`` and one alpha for all (``alpha: 0.5``, norms only).
+Without ``alpha``, ``(alpha, beta)`` is searched so that the output error of the group is least with
+the scheme's own weight *and* activation quantizers in place; lambda = 1 is in the grid. QServe
+finds alpha near 0 best for the output modules (o, down); the search finds it too if it is best.
 
-A channel that is large in X and as small in W was made so by whoever trained or rewrote the model,
-and no exponents but ``alpha + beta = 1`` undo it. ``balance`` evens out such channels first, so
-that the others get the factors that they would have without them.
+A channel may be as large in X as it is small in W, because training or a rewrite of the model made
+it so; only exponents with ``alpha + beta = 1`` undo that. ``balance`` evens out such channels
+first, so that the other channels get the factors that they would have without them.
 
-The factor folds into what makes X: a norm's weight, the rows of v (shared by the query heads of a
-kv head) or the rows of up.
+The factor folds into the producer of X: a norm's weight, the rows of v (shared by the query heads
+of a kv head) or the rows of up.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,26 +45,26 @@ from qtool.errors import QtoolError
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.base import Scheme
 
-#: calibration tokens that are looked at: more change little
+#: number of calibration tokens that are used; more change little
 SEEN = 1 << 16
-#: times the median: from there on a channel is large, and below its inverse small
+#: a channel is large above so many times the median, and small below the inverse
 UNLIKE = 16
 
 
 @dataclass(kw_only=True)
 class Smooth(Transform):
-    """Search and fold a smoothing factor for each group of linears, of experts together.
+    """Search and fold a smoothing factor for each group of linears; experts are searched together.
 
     Args:
-        groups: which groups by what their factor folds into: ``norm`` (qkv, gate and up),
-            ``heads`` (o), ``product`` (down).
-        alpha: SmoothQuant's migration strength, 0 to 1, taken as it is; None: search.
+        groups: the groups to smooth, named after what their factor folds into: ``norm`` (qkv, gate
+            and up), ``heads`` (o), ``product`` (down).
+        alpha: SmoothQuant's migration strength, 0 to 1, used without a search; None searches.
         steps: grid steps in alpha and in beta, each from 0 to 1.
-        balance: search from factors that even out channels which are large in the inputs and small
-            in the weights.
-        tokens: size of the random sample of inputs the error is measured on, from the first 65,536
-            tokens.
-        seed: of that sample.
+        balance: start the search from factors that even out channels which are large in the inputs
+            and small in the weights.
+        tokens: size of the random sample of inputs on which the error is measured, from the first
+            65,536 tokens.
+        seed: seed of the random sample.
     """
 
     groups: Sequence[str] = ("norm", "heads", "product")
@@ -98,8 +98,8 @@ class Smooth(Transform):
         ]
         names: list[str] = []
         found: list[Tensor] = []
-        # backwards: a factor that changes the rows of up or v is in place when their inputs are
-        # smoothed
+        # backwards, so that a factor that changes the rows of up or v is in place when the inputs
+        # of up or v are smoothed
         for groups in groups_in_turn(block, judged, self.tokens):
             seen = [inputs[group.linears[0]] for group in groups]
             factors, values = search(block, groups, seen, self.grid(), self.balance)
@@ -108,7 +108,7 @@ class Smooth(Transform):
                 names.append(group.linears[0])
             found.append(values)
         keys = ("alpha", "beta", "error", "error_unsmoothed")
-        numbers = torch.cat(found).tolist() if found else []  # only here is a GPU waited for
+        numbers = torch.cat(found).tolist() if found else []  # the only wait for the GPU
         for name, of_group in zip(names, numbers, strict=True):
             block.notes.setdefault("smooth", {})[name] = dict(zip(keys, of_group, strict=True))
 
@@ -131,7 +131,7 @@ class Smooth(Transform):
         return block.exact_bytes + max((held for _, held in self._searches(block)), default=0)
 
     def _searches(self, block: BlockShape) -> list[tuple[int, int]]:
-        """Turns and bytes of the search of each group, of experts of all."""
+        """Turns and bytes of the search of each group; the groups of experts count as one."""
         chosen = [group for group in block.family.folds() if group.fold.value in self.groups]
         return [block.searched(groups, self.tokens) for groups in by_role(chosen)]
 
@@ -139,9 +139,9 @@ class Smooth(Transform):
 def groups_in_turn(
     block: Block, groups: Sequence[LinearGroup], tokens: int
 ) -> Iterator[Sequence[LinearGroup]]:
-    """``groups`` in their order; experts' of one linear each come together.
+    """``groups`` in their order; groups of experts with one linear each are searched together.
 
-    ``tokens``: that each looks at, at most.
+    ``tokens`` is the largest number of tokens that a group's search uses.
     """
     for some in by_role(groups):
         if not some[0].routed or len(some[0].linears) > 1:
@@ -209,15 +209,16 @@ def smooth_factors(
     """The best factors ``lambda [K]`` of linears that read one input, with their errors.
 
     Args:
-        weights: of the linears, each ``[N, K]``; with ``schemes``, one each.
-        inputs: a sample ``X [T, K]`` that the output error is measured on.
-        grid: pairs of exponents ``[C, 2]`` float64; None: ``exponent_grid(5)``. A single pair is
-            taken even where no smoothing is better.
-        balance: search from :func:`balancing_factor`.
+        weights: weights of the linears, each ``[N, K]``.
+        inputs: a sample ``X [T, K]`` on which the output error is measured.
+        schemes: one scheme for each weight.
+        grid: pairs of exponents ``[C, 2]`` float64; None means ``exponent_grid(5)``. A single pair
+            is used even if no smoothing is better.
+        balance: start the search from :func:`balancing_factor`.
 
     Returns:
         ``lambda`` and ``[4]`` float64: alpha, beta, the mean squared error of the outputs with
-        ``X / lambda`` and ``W lambda`` quantized, and the error without.
+        ``X / lambda`` and ``W lambda`` quantized, and the error without smoothing.
 
     Raises:
         QtoolError: other shapes, no scheme for a weight, or NaN or Inf.
@@ -265,16 +266,18 @@ def best_factors(
     grid: Tensor,
     start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`smooth_factors` of E groups: ``lambda [E, K]``, and ``[E, 4]``.
+    """:func:`smooth_factors` for E groups: ``lambda [E, K]``, and ``[E, 4]``.
 
     Args:
-        stacks: scheme and weights ``[S, N, K]`` float32 of all linears of the one group, or of the
-            only linear of each of S = E; one after another, so that an iterator holds one of them.
-        x: samples ``[E, T, K]``, zeros behind the ``tokens`` of each.
+        stacks: scheme and weights ``[S, N, K]`` float32 of the linears of a single group, or of the
+            only linear of each of S = E groups. They are read one by one, so that an iterator may
+            hold one at a time.
+        x: samples ``[E, T, K]``, with zeros after the ``tokens`` of each group.
+        tokens: number of tokens of each group.
         x_amax: ``[E, K]``, the largest input of each channel.
         w_amax: ``[E, K]``, the largest weight of each channel.
-        grid: ``[C, 2]``.
-        start: ``[E, K]``, the factors that a channel has beside the searched ones; None: 1.
+        grid: pairs of exponents ``[C, 2]``.
+        start: factors ``[E, K]`` that multiply the searched ones; None means 1.
     """
     grid = grid.to(x.device, non_blocking=True)
     pairs = grid.to(x_amax.dtype)[:, None]
@@ -290,10 +293,10 @@ def best_factors(
             for number in ranks.local_items(range(len(candidates))):
                 errors[number] += output_error(x, scheme, weight, target, candidates[number])
         outputs += target.shape[0] * target.shape[2] // len(x)
-    ranks.all_reduce(errors)  # each number and zeros: exact
+    ranks.all_reduce(errors)  # each sum is a number plus zeros, hence exact
     errors /= outputs * torch.tensor(tokens).to(x.device, non_blocking=True)
     unsmoothed, errors = errors[0], errors[1:]
-    least = errors.argmin(0, keepdim=True)  # of equals the first
+    least = errors.argmin(0, keepdim=True)  # the first of equal errors
     best = errors.gather(0, least)[0]
     better = (best < unsmoothed) | (len(grid) == 1)
     factor = factors.gather(0, least[..., None].expand(1, *x_amax.shape))[0]
@@ -305,12 +308,10 @@ def best_factors(
 def smoothing_factor(
     x_amax: Tensor, w_amax: Tensor, alpha: Tensor | float, beta: Tensor | float
 ) -> Tensor:
-    """``lambda [K]``, centred on 1.
+    """``lambda [K]`` centred on 1, or ``[C, E, K]`` for E groups and C exponents ``[C, 1, 1]``.
 
-    Channels that are all zeros on either side get the geometric mean of the others: where these
-    shrink, columns that no calibration token passes through would decide the steps.
-
-    ``[C, E, K]`` for C candidates and E groups, with ``alpha`` and ``beta [C, 1, 1]``.
+    A channel of zeros in X or in W gets the geometric mean of the other factors. Otherwise, if the
+    others shrink, a column that no calibration token uses would set the quantization step.
     """
     factor = x_amax**alpha / w_amax**beta
     alive = (x_amax > 0) & (w_amax > 0)
@@ -323,9 +324,9 @@ def smoothing_factor(
 
 
 def balancing_factor(x_amax: Tensor, w_amax: Tensor) -> Tensor:
-    """``[..., K]``: what evens out channels that are large in X and small in W; 1 for all others.
+    """Factors ``[..., K]`` that even out channels large in X and small in W; 1 for all others.
 
-    Large is more than ``UNLIKE`` times the median channel, small less than the median over it.
+    A channel is large above ``UNLIKE`` times the median, and small below the median / ``UNLIKE``.
     """
     x, w = (amax / _median(amax) for amax in (x_amax, w_amax))
     unlike = (x > UNLIKE) & (w * UNLIKE < 1) & (w > 0) & x.isfinite()
@@ -333,7 +334,7 @@ def balancing_factor(x_amax: Tensor, w_amax: Tensor) -> Tensor:
 
 
 def _median(amax: Tensor) -> Tensor:
-    """Of each row, as ``[..., 1]``; by a sort, which is deterministic on a GPU too."""
+    """The median ``[..., 1]`` of each row, by a sort, which is deterministic on a GPU too."""
     return amax.sort(-1).values[..., amax.shape[-1] // 2, None]
 
 
@@ -342,8 +343,8 @@ def output_error(
 ) -> Tensor:
     """Squared errors ``[E]`` of the outputs ``target [S, T, N]`` of linears ``[S, N, K]``.
 
-    Their inputs ``x [E, T, K]`` and weights are quantized, after they were smoothed by ``factor [E,
-    K]``.
+    The linears' inputs ``x [E, T, K]`` and weights are smoothed by ``factor [E, K]``, then
+    quantized.
     """
     smoothed, scaled = x / factor[:, None], weight * factor[:, None]
     rows = scaled.flatten(0, 1)

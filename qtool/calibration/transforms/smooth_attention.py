@@ -1,18 +1,18 @@
-"""SmoothAttention: keys are made easy for a 4-bit cache, queries take the inverse.
+"""SmoothAttention: keys are made easy to quantize for a 4-bit cache, queries take the inverse.
 
-QServe section 3.2. On post-RoPE keys K [Hkv, D], for the channels i and j that RoPE turns together
-(j = i + D/2 in Llama-like models):
+QServe section 3.2. With post-RoPE keys K [Hkv, D], for the channels i and j that RoPE rotates as a
+pair (j = i + D/2 in Llama-like models):
 
     lambda_i = lambda_j = max(max|K_i|, max|K_j|)^alpha    W_q <- Lambda W_q,  W_k <- Lambda^-1 W_k
 
-and the biases with them. One lambda per kv head, which its query heads share. Where norms follow
-the projections (Qwen3) the factor goes into their weights: one lambda for all heads then.
+and the same for the biases. Each kv head has one lambda, which its query heads share. If norms
+follow the projections (Qwen3), the factor goes into the norms' weights, with one lambda for all
+heads.
 
-The paper's alpha = 0.5 serves most models. Beyond it a factor and a phase of every pair are fitted
+The paper's alpha = 0.5 serves most models. Besides, a factor and a phase of every pair are fitted
 to the keys' range and the queries' power (:mod:`qtool.calibration.transforms.key_transform`), from
-several starts; a head takes the one with the least error of the scores. Of all candidates the one
-with the least block-output error under 4-bit keys wins; leaving the keys alone is always among
-them.
+several starts; each head takes the result with the least error of the scores. The candidate with
+the least block-output error under 4-bit keys wins; unchanged keys are always a candidate.
 """
 
 import math
@@ -35,13 +35,13 @@ from qtool.schemes.kv import KV4
 
 
 class KeyObserver:
-    """Collects keys after RoPE, in the place of a KV cache.
+    """Collects keys after RoPE, in place of a KV cache.
 
     Attributes:
         amax: the largest magnitude of each channel so far, ``[Hkv, D]``.
         total: the sum of each channel so far, ``[Hkv, D]``.
-        tokens: in ``total``: of a batch that was halved while it ran, some are in it twice.
-        kept: a random ``share`` of the tokens, one at least, ``[Hkv, T, D]`` each time.
+        tokens: number of tokens in ``total``; if a batch was halved while it ran, some count twice.
+        kept: a random ``share`` of the tokens of each update, at least one, ``[Hkv, T, D]``.
     """
 
     def __init__(self, share: float = 0.0, seed: int = 0) -> None:
@@ -84,7 +84,7 @@ def observe_keys(
 ) -> Keys | None:
     """The keys of one run of ``block``, about ``tokens`` of them in the sample; or None.
 
-    Each batch is sampled at places of its own: RoPE turns the keys of one place alike.
+    Each batch is sampled at other positions, since RoPE rotates all keys of a position alike.
     """
     total, seen = count_tokens(batches), []
     numbers = ranks.local_items(range(len(batch_shapes(batches))))
@@ -103,7 +103,7 @@ def observe_keys(
 
 
 class SmoothedKV4:
-    """A KV cache of 4-bit keys that went through ``transform``; ``mean [Hkv, D]`` of the keys."""
+    """A KV cache of 4-bit keys after ``transform``; the keys have the mean ``mean [Hkv, D]``."""
 
     def __init__(self, transform: KeyTransform, mean: Tensor, queries: Queries) -> None:
         self.transform = transform
@@ -112,7 +112,7 @@ class SmoothedKV4:
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The keys ``[B, Hkv, S, D]`` as attention will see them."""
+        """The keys ``[B, Hkv, S, D]`` as attention reads them."""
         packed = self.quantizer.quantize(self.transform.keys(keys.float()))
         return self.transform.original(self.quantizer.dequantize(packed)).to(keys.dtype), values
 
@@ -122,14 +122,13 @@ class SmoothAttention(Transform):
     """Folds a transform of the keys into the weights that make keys and queries.
 
     Args:
-        alphas: exponents to choose from; ``[0.5]`` is the paper's.
-        steps: of the fit beyond the paper; 0 leaves it out.
-        starts: phases it begins from: none, and random ones.
-        tokens: size of the random sample of keys; it looks at one half and chooses among its starts
-            by the other.
-        sequences: how many calibration sequences the queries are observed and the choice is made
-            on.
-        seed: of that sample and the random starts.
+        alphas: exponents to choose from; the paper has ``[0.5]``.
+        steps: steps of the fit, which is not in the paper; 0 leaves it out.
+        starts: number of starts of the fit: the first without a phase, the others with random ones.
+        tokens: size of the random sample of keys; the fit uses one half, and the other half decides
+            between the starts.
+        sequences: number of calibration sequences for observing the queries and for the choice.
+        seed: seed of the random sample and of the random starts.
     """
 
     alphas: Sequence[float] = (0.5, 1.0)
@@ -175,10 +174,10 @@ class SmoothAttention(Transform):
         }
         if self.steps and keys.sample.shape[1]:
             centred = keys.sample - keys.mean[:, None]
-            # a pair that keys hardly use starts at a thousandth of the largest: its factor has no
-            # upper end
+            # a pair that keys hardly use starts at a thousandth of the largest, because its factor
+            # has no upper limit
             start = key_factor(amax.clamp_min(1e-3 * float(amax.amax())), 0.5, rotary, shared)
-            turns = block.attention.k_norm is None and rotary > 0  # a norm's weight cannot turn
+            turns = block.attention.k_norm is None and rotary > 0  # a norm's weight cannot rotate
             phases = self.phases(still) if turns else still[None]
             looked, held = centred.tensor_split(2, dim=1)
             fitted = fit(
@@ -188,7 +187,7 @@ class SmoothAttention(Transform):
         return found
 
     def phases(self, still: Tensor) -> Tensor:
-        """``[C, Hkv, R/2]``: no turn as in ``still [Hkv, R/2]``, and random ones."""
+        """Phases ``[C, Hkv, R/2]``: ``still [Hkv, R/2]``, which is zeros, and random ones."""
         random = torch.rand(
             self.starts - 1, *still.shape, generator=torch.Generator().manual_seed(self.seed)
         )
@@ -196,9 +195,9 @@ class SmoothAttention(Transform):
 
 
 def least_score_error(transforms: KeyTransform, keys: Tensor, queries: Queries) -> KeyTransform:
-    """The one of C ``transforms`` for each head whose 4-bit keys change the scores least.
+    """For each head the one of C ``transforms`` whose 4-bit keys change the scores least.
 
-    ``keys [Hkv, T, D]`` are less their mean.
+    The mean of ``keys [Hkv, T, D]`` is 0.
     """
     candidates = list(map(KeyTransform, transforms.factor, transforms.phase))
 
@@ -222,7 +221,7 @@ def key_errors(
 ) -> dict[str, float]:
     """Squared block-output error of 4-bit keys under each transform, by name.
 
-    ``mean [Hkv, D]`` is that of the keys.
+    ``mean [Hkv, D]`` is the mean of the keys.
     """
     exact = [run(block, batch) for batch in batches]
 
@@ -241,7 +240,7 @@ def key_errors(
 def fold(block: Block, transform: KeyTransform) -> None:
     """Transform the keys and queries of ``block``, in place.
 
-    Norms after the projections take factors alone.
+    Norms after the projections take only the factors.
     """
     attention, heads = block.attention, block.heads
     group = heads.query // heads.kv

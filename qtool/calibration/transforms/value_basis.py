@@ -1,10 +1,10 @@
-"""Value basis: each value head turned so that a KV cache of 4 bits holds it better.
+"""Value basis: each value head is rotated so that a KV cache of 4 bits holds it better.
 
-Attention adds values up and o reads the sum, so that v and o absorb an orthogonal matrix of each kv
-head (:mod:`~qtool.calibration.transforms.rotate` says how). It is learned from the values as the
-cache gets them and from the weight that reads their sums, W_o, in equal parts
-(:mod:`~qtool.calibration.transforms.learned_rotation`): a basis for the values alone would make W_o
-harder to round than the cache's errors are worth.
+Attention sums values and o reads the sum, so that v and o absorb an orthogonal matrix for each kv
+head (:mod:`~qtool.calibration.transforms.rotate` says how). The matrix is learned in equal parts
+from the values that the cache gets and from W_o, the weight that reads their sums
+(:mod:`~qtool.calibration.transforms.learned_rotation`). A basis for the values alone would add more
+error to the rounded W_o than it takes from the cache.
 
 Legend: Hkv kv heads, D channels a head, T tokens.
 """
@@ -33,9 +33,9 @@ class ValueBasis(Transform):
     """Learns and folds a rotation of each value head.
 
     Args:
-        steps: of Adam.
+        steps: number of steps of Adam.
         tokens: size of the random sample of values.
-        seed: of that sample.
+        seed: seed of the random sample.
     """
 
     steps: int = 100

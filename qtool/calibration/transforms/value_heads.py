@@ -1,9 +1,9 @@
-"""The rotation of the value heads: balanced first, then Hadamard's, or one learned for each.
+"""The rotation of the value heads: they are balanced, then get a Hadamard or learned matrices.
 
-Each kv head D channels wide may have an orthogonal ``P [D, D]`` of its own (:mod:`.rotate` folds
-it). It is learned (:mod:`.learned_rotation`) from the weight that reads the heads' sums: W_o, whose
-columns it turns by the query heads of that kv head, and from W_o's inputs where these have no
-more bits than it. A block knows all it takes, so that nothing of it is kept for a resumed run.
+Each kv head of D channels may have an orthogonal ``P [D, D]`` of its own (:mod:`.rotate` folds it).
+It is learned (:mod:`.learned_rotation`) from W_o, the weight that reads the heads' sums, whose
+columns of this kv head's query heads it rotates, and from W_o's inputs if these have no more bits
+than W_o. A block has all that learning needs, so nothing is kept for a resumed run.
 
 Legend: Hq query heads, Hkv kv heads, D channels a head.
 """
@@ -32,13 +32,13 @@ from qtool.calibration.transforms.learned_rotation import (
 )
 from qtool.models.parts import Heads
 
-#: calibration sequences whose inputs are looked at
+#: number of calibration sequences whose inputs are used
 SEQUENCES = 8
 
 
 @dataclass(eq=False)
 class OfHeads(Dense):
-    """One for each kv head, ``[Hkv, D, D]``: call it on the heads ``x [..., Hq, D]``."""
+    """A matrix for each kv head, ``[Hkv, D, D]``: call it on the heads ``x [..., Hq, D]``."""
 
     def __call__(self, x: Tensor) -> Tensor:
         by_kv_head = x.unflatten(-2, (len(self.matrix), -1))  # [..., Hkv, queries of it, D]
@@ -47,7 +47,7 @@ class OfHeads(Dense):
 
 
 def rotation_of(block: Block, batches: Sequence[Batch], steps: int) -> Hadamard | OfHeads:
-    """The ``P`` of all heads, or with ``steps`` those that are learned from it on."""
+    """The ``P`` that all heads share, or with ``steps`` the matrices learned from it."""
     name, heads = block.attention.o, block.heads
     fixed, scheme = rotation(heads.dim, seed=None), block.schemes.get(name)
     if not steps or scheme is None:
@@ -66,9 +66,9 @@ def rotation_of(block: Block, batches: Sequence[Batch], steps: int) -> Hadamard 
 def balance(block: Block) -> None:
     """Make each value channel as large in v's rows as in o's columns, in place.
 
-    A channel that is loud in v and quiet in o would drown the others once the rotation mixes them.
-    One of zeros in either gets the geometric mean of the others' factors: as it is, it would stay
-    loud where they fall.
+    A channel that is large in v and small in o would dominate the others once the rotation mixes
+    them. A channel of zeros in v or o gets the geometric mean of the other factors; with a factor
+    of 1 it would stay large where the others become small.
     """
     group = block.family.group_of(block.attention.o)
     rows = block.weight(block.attention.v).double().square().mean(1).sqrt()  # [Hkv D]
@@ -88,9 +88,10 @@ def step_flops(block: BlockShape) -> float:
 
 
 def learned_bytes(block: BlockShape) -> int:
-    """Bytes that learning in a block holds: rows and inputs in 16 bits, and those of a step.
+    """Bytes that learning in a block holds.
 
-    Seven numbers for each element of these.
+    They are rows and inputs in 16 bits, and seven float32 numbers for each element of a step's
+    rows.
     """
     n, k = _weight(block)
     return k * (2 * (n + TOKENS) + 28 * min(n, BATCH * Heads.of(block.config).dim))
