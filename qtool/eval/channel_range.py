@@ -1,7 +1,7 @@
 """Activation ranges: the largest input of each channel of chosen linears, on a few windows.
 
-The picture of outliers: what a transform does to the channels that would set the scale for all
-others. Of each group of linears that read the same input one is shown, in the block where the
+They show outliers: how a transform changes the channels that would set the scale for all others.
+For each group of linears that read the same input one linear is shown, in the block where the
 baseline's outliers are worst.
 
 Legend: K input channels, b windows, s tokens.
@@ -25,7 +25,7 @@ from qtool.runtime.linear import QuantLinear
 class ChannelRange:
     """max|X| ``[K]`` of the input channels of linear ``name``.
 
-    ``before`` is the baseline's, ``after`` the quantized model's.
+    ``before`` holds the baseline's maxima, ``after`` those of the quantized model.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ChannelRange:
 
 
 def outlier(amax: Tensor) -> float:
-    """The largest channel over the median one."""
+    """The magnitude of the largest channel divided by that of the median channel."""
     return float(amax.max() / amax.median().clamp_min(torch.finfo(torch.float32).tiny))
 
 
@@ -42,8 +42,8 @@ def outlier(amax: Tensor) -> float:
 def channel_amax(model: PreTrainedModel, windows: Tensor) -> dict[str, Tensor]:
     """max|X| ``[K]`` over ``windows [b, s]``, by the full name of a linear.
 
-    Of each group of linears with the same input, in every block, it is the first. Inputs that are
-    rotated at run time are shown rotated, as they are quantized.
+    The first linear of each group with the same input is observed, in every block. An input that is
+    rotated at run time is observed after the rotation, as it is quantized.
     """
     found: dict[str, Tensor] = {}
     text = text_model(model)
@@ -54,7 +54,7 @@ def channel_amax(model: PreTrainedModel, windows: Tensor) -> dict[str, Tensor]:
 
 
 def worst(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[ChannelRange]:
-    """One linear of each kind, where ``before`` has the largest outlier, in the model's order."""
+    """For each role the linear with the largest outlier in ``before``, in the model's order."""
     chosen: dict[str, str] = {}
     for name in before:
         kind = role(name)
@@ -78,7 +78,7 @@ def role(name: str) -> str:
 
 @contextmanager
 def _watching(model: PreTrainedModel, found: dict[str, Tensor]) -> Iterator[None]:
-    """Note max|X| of the first linear of each group in ``found`` while open."""
+    """While open, keep max|X| of the first linear of each group in ``found``."""
     config = model.config.get_text_config()
     family = family_of(model.config)
     modules = dict(model.named_modules())
@@ -98,7 +98,7 @@ def _watching(model: PreTrainedModel, found: dict[str, Tensor]) -> Iterator[None
 def _note(
     found: dict[str, Tensor], name: str, linear: nn.Module, inputs: tuple[Tensor, ...]
 ) -> None:
-    """A hook before a forward of linear ``name``: keep its largest inputs so far in ``found``."""
+    """A forward pre-hook of linear ``name``, which keeps its largest inputs so far in ``found``."""
     x = inputs[0].detach()
     if isinstance(linear, QuantLinear) and linear.format.rotated:
         x = linear.arranged(x)

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint by its name, and the baseline beside it."""
+"""Evaluates a checkpoint by its name, and a baseline with the same settings."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -38,11 +38,11 @@ class EvaluateKeywords(TaskKeywords, total=False):
 
 @dataclass(frozen=True)
 class _Settings:
-    """Settings that the model and the baseline are evaluated with alike.
+    """Settings with which both the model and the baseline are evaluated.
 
     Attributes:
-        store: the directory whose eval.json keeps the results of both; None: nowhere.
-        options: of :func:`qtool.eval.evaluate.load_tasks`.
+        store: the directory whose eval.json keeps the results of both; None keeps no results.
+        options: options of :func:`qtool.eval.evaluate.load_tasks`.
     """
 
     tasks: list[str]
@@ -82,7 +82,7 @@ class _Settings:
         kv: str | None,
         as_export: str | None,
     ) -> Model:
-        """The model of ``directory``; one of an engine is closed with ``opened``."""
+        """The model of ``directory``; closing ``opened`` also closes a model in an engine."""
         if self.engine is not None:
             facts = [task.facts for task in tasks]
             return load_in_engine(
@@ -112,20 +112,21 @@ def evaluate_checkpoints(
     """Results of ``tasks`` on ``model``, and on the baseline ``compare`` if one is given.
 
     Args:
-        save: save both in the model's eval.json and use again what is saved there.
+        save: save the results of both in the model's eval.json, and reuse the results saved there.
         kv: KV-cache quantizer of the model while it is evaluated, by default its own; the baseline
             keeps its own.
         as_export: evaluate the model as transformers runs its export in this format
             (:mod:`qtool.exchange.as_export`).
-        dtype: name of the dtype of what is not quantized, of both; by default the checkpoints' own.
-        engine: what loads the models and scores their tokens, in place of this process.
-        tensor_parallel: GPUs that the engine splits a model over.
-        options: of :func:`qtool.eval.evaluate.load_tasks`.
+        dtype: name of the dtype of all that is not quantized in both models; by default the
+            checkpoints' own.
+        engine: the engine that loads the models and scores their tokens, in place of this process.
+        tensor_parallel: number of GPUs over which the engine splits a model.
+        options: options of :func:`qtool.eval.evaluate.load_tasks`.
 
     Raises:
         QtoolError: an unknown KV quantizer, dtype or format, or one that the model cannot have; a
-            format with ``kv`` or ``save``; an engine that is not installed, or with what it does
-            not do.
+            format with ``kv`` or ``save``; an engine that is not installed, or an option that it
+            does not support.
     """
     deterministic = options.get("deterministic", False)
     require_engine(engine, tensor_parallel, kv=kv, as_export=as_export, deterministic=deterministic)
@@ -157,6 +158,6 @@ def evaluate_checkpoints(
 
 
 def _calibrated_on(directory: Path) -> set[str]:
-    """sha256 of the texts that the model in ``directory`` was calibrated on, as it records them."""
+    """sha256 of the texts on which the model in ``directory`` says that it was calibrated."""
     found = read_record(directory).get("calibration", {})
     return {part["sha256"] for part in found.get("parts", [found]) if "sha256" in part}

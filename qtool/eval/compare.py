@@ -1,10 +1,11 @@
 """Compares a model with its baseline on the same tasks, with standard errors.
 
-A perplexity's change is the rise of log-perplexity in nats a token (on text sampled from the
-baseline itself it is the KL divergence to it); any other metric's is the difference. Where both
-models saw the same items (windows or questions) the standard error is that of the mean difference
-over items, which leaves out what is hard for both. Where they did not, or the metric is no mean
-over items, the errors of both are combined, sqrt(a^2 + b^2), and the change is marked as unpaired.
+A perplexity's change is the rise of log-perplexity in nats a token; on text sampled from the
+baseline itself it is the KL divergence to the baseline. The change of any other metric is the
+difference. If both models saw the same items (windows or questions), the standard error is that of
+the mean difference over items, so that items that are hard for both do not count. Otherwise, or if
+the metric is no mean over items, the errors of both are combined, sqrt(a^2 + b^2), and the change
+is marked as unpaired.
 """
 
 import json
@@ -15,7 +16,7 @@ from qtool.errors import QtoolError
 from qtool.eval.results import INTERVAL, Metric, Results, TaskResult, json_safe, standard_error
 from qtool.table import decimal, render
 
-#: what two perplexities must share to be comparable; token_ids depend on the tokenizer
+#: details that must be equal for two perplexities to be compared; token_ids depend on the tokenizer
 SAME = ("sha256", "seqlen", "tokens", "token_ids")
 
 
@@ -24,14 +25,14 @@ class Delta:
     """The change of one metric.
 
     Attributes:
-        task: its name.
-        metric: its name.
-        value: of the model.
-        baseline: the value of the baseline.
-        change: value - baseline; where ``is_log``, the rise of the log-perplexity in nats.
-        stderr: the standard error of ``change``; None where there is none.
-        is_log: it is of a perplexity, or of another metric that is a logarithm.
-        paired: ``stderr`` is of the differences item by item.
+        task: name of the task.
+        metric: name of the metric.
+        value: value of the model.
+        baseline: value of the baseline.
+        change: value - baseline; the rise of the log-perplexity in nats if ``is_log``.
+        stderr: the standard error of ``change``; None if it is unknown.
+        is_log: the metric is a perplexity, or another metric that is a logarithm.
+        paired: ``stderr`` is the standard error of the differences item by item.
     """
 
     task: str
@@ -45,7 +46,7 @@ class Delta:
 
     @property
     def ratio(self) -> float:
-        """Ratio of the perplexities if the change is that of a logarithm, else of the values."""
+        """The ratio of the perplexities if the metric is a logarithm, else of the values."""
         if self.is_log:
             return math.exp(self.change) if self.change < 700 else math.inf
         return self.value / self.baseline if self.baseline else math.nan
@@ -57,10 +58,10 @@ class Delta:
 
 
 def compare(results: Results, baseline: Results) -> list[Delta]:
-    """The change of each metric of each task that both have.
+    """The change of each metric of each task that both results have.
 
     Raises:
-        QtoolError: a task was not the same for both: another text, window length or number of
+        QtoolError: a task differs between the two: another text, window length or number of
             questions.
     """
     known = {result.task: result for result in baseline.tasks}
@@ -90,7 +91,7 @@ def _delta(result: TaskResult, base: TaskResult, metric: str) -> Delta:
 
 
 def item_changes(result: TaskResult, base: TaskResult, metric: str) -> list[float]:
-    """The change of ``metric`` item by item; empty where the two did not see the same items."""
+    """The change of ``metric`` item by item; empty if the two did not see the same items."""
     mine, other = result.items(metric), base.items(metric)
     same = result.details.get("questions") == base.details.get("questions")
     if not same or len(mine) != len(other):
@@ -103,7 +104,7 @@ def _check_same(result: TaskResult, base: TaskResult) -> None:
     other = {"samples": base.samples} | {key: base.details.get(key) for key in SAME}
     for key, value in mine.items():
         if key == "token_ids" and None in (value, other[key]):
-            continue  # results of a version that did not keep them
+            continue  # a result that was saved without them
         if value != other[key]:
             why = "; the two models' tokenizers differ" if key == "token_ids" else ""
             raise QtoolError(
@@ -113,7 +114,7 @@ def _check_same(result: TaskResult, base: TaskResult) -> None:
 
 
 def table(results: Results, baseline: Results | None = None) -> str:
-    """Plain text, one line a metric; with ``baseline``, its values and the change."""
+    """A table in plain text, one line a metric; with ``baseline``, its values and the changes."""
     deltas = {(d.task, d.metric): d for d in compare(results, baseline)} if baseline else {}
     beside = ["baseline", "change ± 95 %"] if baseline else []
     header = ["task", "metric", "value ± 95 %", *beside, "samples"]

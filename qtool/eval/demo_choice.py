@@ -1,8 +1,8 @@
 """``demo_choice``: a zero-shot task on the demo's held-out text, without network or data.
 
-After 64 tokens of the text, which 16 tokens come next: the true ones, or those of three other
-places (chance: 25 %)? Places do not overlap and the draw is seeded, so a model and its quantized
-copy answer the same questions.
+A question gives 64 tokens of the text and asks which 16 tokens come next: the true ones, or 16
+tokens from one of three other places (chance: 25 %). Places do not overlap and the draw is seeded,
+so a model and its quantized copy answer the same questions.
 """
 
 import random
@@ -44,7 +44,7 @@ def questions(text: str, tokenizer: PreTrainedTokenizerBase) -> list[local_tasks
             "a text they are"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    # of each token, in characters
+    # the start of each token, in characters
     starts = [start for start, _ in encoded["offset_mapping"]] + [len(text)]
     places = range(0, len(starts) - CONTEXT - NEXT, CONTEXT + NEXT)
     if len(places) < CHOICES:

@@ -1,12 +1,13 @@
 """Hidden states with the same bits on all devices.
 
-Codes of 4 bits turn differences of a last place into others: a token that lies near a boundary gets
-another code, and the perplexity of 30k tokens moves by some 1e-3, between two GPUs as between two
+4-bit codes amplify differences in the last bit of a float: an activation near a rounding boundary
+gets another code, and the perplexity of 30k tokens moves by about 1e-3 between two GPUs or two
 orders of a sum. With ``deterministic`` the decoder runs float operations that every device rounds
-alike (:mod:`qtool.runtime.deterministic`) around integer kernels that do so anyway. The head, which
-follows the last code, is computed as always.
+alike (:mod:`qtool.runtime.deterministic`) around integer kernels, which are exact everywhere. The
+head, which follows the last code, is computed as always.
 
-Without it a model runs as it is served: the kernels of the device and the model's own dtype.
+Without ``deterministic`` a model runs as it is served: with the kernels of the device, in the
+model's own dtype.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""A model that a serving engine has loaded, as evaluations ask it.
+"""A model that a serving engine has loaded, as evaluations use it.
 
-The windows and the requests are those of a model in this process; the engine only gives the
-log-likelihoods of their tokens.
+The windows and the requests are the same as for a model in this process; the engine only returns
+the log-likelihoods of their tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -21,10 +21,10 @@ class Engine(ABC):
 
     Attributes:
         name: the engine and its version, for results.
-        vocabulary: token ids that the model embeds.
-        context_length: the longest window the model was made for, tokens; None if its config names
-            none.
-        batch_size: windows that :meth:`nll` is given at once.
+        vocabulary: number of token ids that the model embeds.
+        context_length: tokens of the longest window that the model was made for; None if its config
+            names none.
+        batch_size: number of windows in a call of :meth:`nll`.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Engine(ABC):
         """Load the model of ``directory``.
 
         Args:
-            tokens: of the longest window; None for requests of any length.
-            dtype: its name; by default the checkpoint's own.
-            tensor_parallel: GPUs that the model is split over.
+            tokens: tokens of the longest window; None for requests of any length.
+            dtype: name of the dtype; by default the checkpoint's own.
+            tensor_parallel: number of GPUs over which the model is split.
         """
 
     @classmethod
@@ -50,7 +50,7 @@ class Engine(ABC):
         """The engine and its version.
 
         Raises:
-            QtoolError: it is not installed.
+            QtoolError: the engine is not installed.
         """
 
     @abstractmethod
@@ -59,14 +59,14 @@ class Engine(ABC):
 
     @abstractmethod
     def lm_eval_model(self) -> Any:
-        """The same model as one of lm-eval's, a :class:`qtool.eval.language_model.MergedPairs`."""
+        """The model as lm-eval takes it, a :class:`qtool.eval.language_model.MergedPairs`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the engine's memory back; nothing can be asked afterwards."""
+        """Free the engine's memory; no other method may be called afterwards."""
 
 
-#: what tasks are evaluated on
+#: a model on which tasks are evaluated
 Model: TypeAlias = PreTrainedModel | Engine
 
 
@@ -78,7 +78,7 @@ def engine_name(model: Model) -> str:
 def require_engine(
     engine: type[Engine] | None, tensor_parallel: int, **others: str | bool | None
 ) -> None:
-    """Refuse an engine that is not installed, and ``others`` that go without it."""
+    """Refuse an engine that is not installed, and options ``others`` that it does not support."""
     if engine is None:
         if tensor_parallel != 1:
             raise QtoolError(f"--tensor-parallel {tensor_parallel} is for --engine vllm")
@@ -100,11 +100,10 @@ def load_in_engine(
     dtype: str | None,
     tensor_parallel: int,
 ) -> Engine:
-    """The model of ``directory`` in ``engine``, closed with ``opened``.
+    """The model of ``directory`` in ``engine``; closing ``opened`` closes it.
 
     Args:
-        facts: of the tasks that it will be asked; one without ``seqlen`` has requests of any
-            length.
+        facts: facts of the tasks to evaluate; a task without ``seqlen`` has requests of any length.
     """
     lengths = [fact["seqlen"] for fact in facts if "seqlen" in fact]
     tokens = max(lengths) if len(lengths) == len(facts) else None

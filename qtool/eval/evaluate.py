@@ -1,6 +1,6 @@
-"""Evaluation of a model by the names of tasks.
+"""Evaluates a model on tasks by their names.
 
-A corpus or a text file means perplexity, any other name a zero-shot task.
+A corpus or a text file means perplexity; any other name is a zero-shot task.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ from qtool.eval.results import Metric, Results, TaskResult
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task with its text or questions loaded; ``evaluate`` gives a model's results.
+    """A task with its text or questions loaded; ``evaluate`` returns a model's results.
 
-    Results with equal ``facts`` are of the same questions in the same arithmetic. The batch size is
-    not among the facts, since it only moves the last digits.
+    Results with equal ``facts`` come from the same questions in the same arithmetic. The batch size
+    is not among the facts, since it only changes the last digits.
     """
 
     name: str
@@ -50,7 +50,8 @@ def evaluate(
 ) -> Results:
     """Results of ``tasks`` on ``model``, in order.
 
-    Options are those of :func:`load_tasks`; errors also those of ``perplexity`` and ``zero_shot``.
+    ``options`` are those of :func:`load_tasks`. The errors of ``perplexity`` and ``zero_shot`` are
+    raised too.
     """
     loaded = load_tasks(tasks, tokenizer, **options)
     return Results([result for task in loaded for result in task.evaluate(model)])
@@ -68,24 +69,24 @@ def load_tasks(
 ) -> list[LoadedTask]:
     """Load the text or the questions of all tasks.
 
-    No model is needed, so a misspelt name costs seconds, not hours.
+    No model is needed, so a misspelt name is refused within seconds.
 
     Args:
-        seqlen: tokens a window of a perplexity.
-        limit: at most so many windows of a perplexity or questions of a task.
-        data_dir: local copies of corpora and tasks.
-        batch_size: windows or questions a forward.
+        seqlen: tokens in a window of a perplexity.
+        limit: largest number of windows of a perplexity, or of questions of a task.
+        data_dir: directory with local copies of corpora and tasks.
+        batch_size: windows or questions in a forward.
         deterministic: compute with the same bits on all devices; by default a model is evaluated
             as it is served.
 
     Raises:
         QtoolError: as :func:`qtool.data.corpora.load` and :func:`qtool.eval.zero_shot.load` do, or
-            no such ``data_dir``.
+            ``data_dir`` does not exist.
     """
     require_count("batch_size", batch_size)
     require_count("seqlen", seqlen, 2)
     if data_dir:
-        corpora.data_directory(data_dir)  # which no task may need
+        corpora.data_directory(data_dir)  # checked even if no task reads it
     found = []
     same = {"tokenizer": _fingerprint(tokenizer), "deterministic": deterministic}
     how: dict[str, Any] = {
@@ -99,7 +100,7 @@ def load_tasks(
     for name in names:
         if corpora.is_corpus(name):
             corpus = corpora.load(name, split=corpora.TEST, data_dir=data_dir)
-            if sharing[corpus.name] > 1:  # files of one name in several folders
+            if sharing[corpus.name] > 1:  # files with the same name in several folders
                 corpus = replace(corpus, name=name)
             task = _perplexity_task(name, corpus, seqlen, how)
         else:
@@ -138,7 +139,7 @@ def _zero_shot_task(name: str, data_dir: str | Path | None, how: dict[str, Any])
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of what decides the ids of a text: not padding, which lm-eval changes."""
+    """sha256 of the settings that decide the ids of a text, without padding: lm-eval changes it."""
     rules: dict[str, Any] = tokenizer.get_vocab()
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         rules = json.loads(tokenizer.backend_tokenizer.to_str())

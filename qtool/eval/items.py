@@ -1,13 +1,13 @@
 """lm-eval's metrics as means over items, so that two models are compared item by item.
 
-lm-eval keeps one value a question and a metric. Where the metric is their mean (accuracies), they
-are the items. A perplexity-like metric becomes its logarithm in nats, which is a mean too: over
-questions, or for a text weighted by its words or bytes,
+lm-eval keeps one value for each question and metric. If the metric is the mean of these values (an
+accuracy), they are the items. A perplexity is replaced by its logarithm in nats, which is a mean
+too: over questions, or over texts weighted by their words or bytes,
 
     log-perplexity = sum l_i / sum w_i      l_i = -log p(text i), in nats;  w_i = words or bytes
 
-The items of such a ratio R are R + n (l_i - R w_i) / sum w: their mean is R, and the standard error
-of their mean is that of R to first order (the delta method), also for a difference of two models.
+The items of such a ratio R are R + n (l_i - R w_i) / sum w. Their mean is R, and the standard error
+of their mean is that of R to first order (the delta method), also for the difference of two models.
 Metrics that are no mean (F1, corpus BLEU, ...) have no items.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from qtool.eval.results import Metric, standard_error
 
-#: lm-eval's perplexities, by the names of their logarithms in nats
+#: names of lm-eval's perplexities, and the names of their logarithms in nats
 LOGARITHMS = {
     "perplexity": "log_perplexity",
     "word_perplexity": "log_word_perplexity",
@@ -35,7 +35,7 @@ def metrics_and_items(
 
     Args:
         values: lm-eval's results: ``acc,none``: 0.5, ``acc_stderr,none``: 0.1, ``alias``: ...
-        samples: what lm-eval logged of each question.
+        samples: lm-eval's log of each question.
         better: whether higher is better, by metric.
     """
     metrics: dict[str, Metric] = {}
@@ -64,7 +64,7 @@ def metrics_and_items(
 
 
 def allow_infinite_perplexities(aggregation: dict[str, Aggregate]) -> None:
-    """Let lm-eval's perplexities in a task's ``aggregation`` be infinite.
+    """Let the perplexities in a task's ``aggregation`` be infinite.
 
     lm-eval raises OverflowError above 700 nats, which a long text reaches on a damaged model.
     """
@@ -80,7 +80,7 @@ def _or_infinite(aggregate: Aggregate, logged: Sequence[Any]) -> float:
 
 
 def _items(metric: str, logged: Sequence[Any]) -> list[float]:
-    """One number a question; none where lm-eval logged something else."""
+    """One number for each question; empty if lm-eval logged something else."""
     sign = -1.0 if metric in LOGARITHMS else 1.0
     if all(isinstance(value, int | float) for value in logged):
         return [sign * value for value in logged]
@@ -100,5 +100,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _log(value: float) -> float:
-    """The natural logarithm of a perplexity; infinite where lm-eval's overflowed."""
+    """The natural logarithm of a perplexity; infinite if lm-eval's perplexity overflowed."""
     return math.log(value) if 0 < value < math.inf else math.inf

@@ -1,4 +1,4 @@
-"""The error of the quantized KV cache: relative, of keys and of values, block by block."""
+"""The relative error of the keys and of the values in a quantized KV cache, block by block."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from qtool.runtime.kv_cache import QuantCache
 class KVError:
     """``||X' - X|| / ||X||`` over all tokens of a block's keys (after RoPE) and values.
 
-    X' is what attention reads.
+    X is the exact tensor, and X' the one that attention reads.
     """
 
     keys: float

@@ -1,13 +1,13 @@
-"""A model as lm-eval's own classes see it.
+"""A model as an object of lm-eval's own classes.
 
-lm-eval stops at an assertion where a continuation merges with its context into no more tokens than
-the context has (a tokenizer with tokens such as "into▁the▁"). Here the continuation then starts at
-the first token that differs from the context's.
+lm-eval fails an assertion if context and continuation together have no more tokens than the context
+alone (a tokenizer with tokens such as "into▁the▁"). Here the continuation then starts at the first
+token that differs from the context's.
 
-lm-eval takes log p in the model's dtype unless told otherwise: in bfloat16 a log-likelihood of -300
-is a multiple of 2 nats, and two choices are often equal. Here it is taken in float32, as a
-perplexity's and an engine's are. Wherever lm-eval with ``softmax_dtype=float32`` has a number, it
-is the same number.
+lm-eval computes log p in the model's dtype by default. In bfloat16 a log-likelihood of -300 is a
+multiple of 2 nats, and two choices are often equal. Here it is computed in float32, as perplexities
+and an engine's log-likelihoods are. Every number that lm-eval can compute with
+``softmax_dtype=float32`` is the same here.
 """
 
 import math
@@ -26,10 +26,10 @@ from qtool.models.auto import text_model
 
 
 class MergedPairs(TemplateLM):
-    """Scores a continuation that adds no token to its context; beside one of lm-eval's classes.
+    """A mixin for lm-eval's classes that scores a continuation which adds no token to its context.
 
     Attributes:
-        vocabulary: token ids that the model embeds.
+        vocabulary: number of token ids that the model embeds.
     """
 
     vocabulary: int
@@ -58,14 +58,14 @@ class MergedPairs(TemplateLM):
 
 
 class _InProcess(MergedPairs, HFLM):  # type: ignore[misc]
-    """lm-eval's own class of transformers' models."""
+    """lm-eval's own class for transformers' models."""
 
 
 def language_model(model: Model, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
     """``model`` as lm-eval takes it.
 
     Raises:
-        QtoolError: a tokenizer without a token that a text begins or ends with.
+        QtoolError: the tokenizer has no token for the beginning or the end of a text.
     """
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise QtoolError(

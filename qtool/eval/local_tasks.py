@@ -1,8 +1,8 @@
 """Zero-shot tasks from local files, ``DATA_DIR/tasks/NAME.jsonl``, scored by lm-eval.
 
-The keys of a row say which of three forms a file has (the forms of mosaicml/llm-foundry's
-local_data), or that its rows are those of the data set that lm-eval's task of that name reads
-(HellaSwag's ``hellaswag_val.jsonl`` as published):
+The keys of a row say which form a file has: one of the three forms of mosaicml/llm-foundry's
+local_data, or the rows of the data set that lm-eval's task of that name reads (HellaSwag's
+``hellaswag_val.jsonl`` as published):
 
 | keys                                | scored                                    | as lm-eval's   |
 |-------------------------------------|-------------------------------------------|----------------|
@@ -39,7 +39,7 @@ FORMS: dict[frozenset[str], dict[str, Any]] = {
     },
     frozenset({"context_options", "continuation", "gold"}): {
         "output_type": "multiple_choice",
-        # an int: lm-eval then scores doc_to_target after each of doc_to_choice
+        # with an int lm-eval scores doc_to_target after each of doc_to_choice
         "doc_to_text": "gold",
         "doc_to_choice": "context_options",
         "doc_to_target": "continuation",
@@ -52,7 +52,7 @@ FORMS: dict[frozenset[str], dict[str, Any]] = {
         "metrics": ("perplexity", "acc"),
     },
 }
-#: lm-eval's prompt for them ends "\nAnswer:"
+#: tasks whose prompts in lm-eval end with "\nAnswer:"
 ENDS_WITH_ANSWER = {"piqa", "arc_easy", "arc_challenge"}
 AGGREGATION = {
     "acc": ("mean", True),
@@ -72,10 +72,10 @@ def local_tasks(data_dir: str | Path | None) -> dict[str, Path]:
 
 
 def load(name: str, path: Path, index: "Callable[[], TaskManager]") -> "ConfigurableTask":
-    """The lm-eval task of a file; ``index`` knows lm-eval's own ones.
+    """The lm-eval task of a file; ``index`` finds lm-eval's own tasks.
 
     Raises:
-        QtoolError: naming the line that is not in one of the forms.
+        QtoolError: names the line that is in none of the forms.
     """
     rows = _read(path)
     form = FORMS.get(frozenset(rows[0]))
@@ -86,7 +86,7 @@ def load(name: str, path: Path, index: "Callable[[], TaskManager]") -> "Configur
         if name in ENDS_WITH_ANSWER and "query" in row:
             row["query"] = row["query"].removesuffix("\n") + "\nAnswer:"
         if form["output_type"] == "loglikelihood":
-            # lm-eval adds no delimiter to this kind
+            # lm-eval adds no delimiter in tasks of this form
             row["continuation"] = " " + row["continuation"]
     return build(name, rows, **form)
 
@@ -112,13 +112,13 @@ def _as_published(
     try:
         data = {"test": Dataset.from_list(rows)}
         changed = {"task": name, "custom_dataset": lambda **_: data, **splits}
-        # a member is the task known, changed
+        # the member of a group is the known task with the changes applied
         task = index.load([{"group": "local", "task": [changed]}])["tasks"][name]
         for document in task.eval_docs:
             task.doc_to_text(document), task.doc_to_target(document)
             if task.OUTPUT_TYPE == "multiple_choice":
                 task.doc_to_choice(document)
-    # whatever a task's own code raises where a field is not as it wants it
+    # a task's own code may raise anything if a field is not what it expects
     except Exception as error:
         raise QtoolError(
             f"{message}, or the fields of lm-eval's data set for {name} "
@@ -135,7 +135,7 @@ def _as_published(
 def build(
     name: str, rows: list[Row], *, metrics: tuple[str, ...], **config: Any
 ) -> "ConfigurableTask":
-    """An lm-eval task over ``rows``; ``config`` takes lm-eval's own keys."""
+    """An lm-eval task over ``rows``; ``config`` has lm-eval's own keys."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 

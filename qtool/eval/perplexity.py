@@ -1,15 +1,15 @@
-"""Perplexity by the rules of the GPTQ and AWQ papers' scripts, so that numbers compare.
+"""Perplexity by the rules of the GPTQ and AWQ papers' scripts, so that numbers are comparable.
 
-Documents are joined by blank lines and tokenized at once (the tokenizer's own BOS, if it adds one,
-stands once at the start), cut into non-overlapping windows of ``seqlen`` tokens (at most the
-model's context), and the last, partial window is dropped. A window of s tokens is predicted from
-its own start, so it scores s - 1 tokens:
+Documents are joined by blank lines and tokenized at once; if the tokenizer adds a BOS, it is there
+once, at the start. The tokens are cut into non-overlapping windows of ``seqlen`` tokens (at most
+the model's context), and the last, partial window is dropped. A window of s tokens is predicted
+from its own start, so it scores s - 1 tokens:
 
     perplexity = exp( sum over windows and tokens of -log p(token | its window so far) / tokens )
 
-A text shorter than one window is scored as one short window: the scripts would score nothing.
-Logits come in the model's dtype, their log-softmax is taken in float32, sums are kept in float64.
-The model runs as it is served, or with ``deterministic`` so that every device gives the same hidden
+A text shorter than one window is scored as one short window; the scripts would score nothing.
+Logits are in the model's dtype, their log-softmax is in float32, and sums are kept in float64. The
+model runs as it is served, or with ``deterministic`` so that every device has the same hidden
 states (:mod:`qtool.eval.deterministic`).
 
 Shapes: b windows a batch, s tokens a window, v vocabulary.
@@ -41,9 +41,9 @@ class Perplexity:
     """The score of a text.
 
     Attributes:
-        nll: in nats, summed over the scored tokens.
-        tokens: their number.
-        window_nll: each window's mean, in nats a token.
+        nll: negative log-likelihood in nats, summed over the scored tokens.
+        tokens: number of scored tokens.
+        window_nll: mean negative log-likelihood of each window, in nats a token.
         token_ids: sha256 of the windows' token ids.
     """
 
@@ -90,14 +90,14 @@ def perplexity(
     """Perplexity of ``text``, or of its first ``limit`` windows.
 
     Args:
-        batch_size: windows a forward; halved where they do not fit the device's memory. An engine
-            makes batches of its own.
-        deterministic: hidden states that are the same on every device, instead of those served.
+        batch_size: windows in a forward; it is halved if they do not fit the device's memory. An
+            engine makes its own batches.
+        deterministic: compute hidden states that are the same on every device, not as served.
         label: name of the progress bar.
 
     Raises:
-        QtoolError: a text under two tokens, token ids the model has no embedding for, NaN logits,
-            or a single window that does not fit the device's memory.
+        QtoolError: a text of fewer than two tokens, token ids that the model does not embed, NaN
+            logits, or a single window that does not fit the device's memory.
     """
     if limit is not None:
         require_count("limit", limit)
@@ -125,7 +125,7 @@ def perplexity(
 
 
 class _InProcess:
-    """A model of this process that scores windows as an :class:`Engine` does."""
+    """A model in this process that scores windows as an :class:`Engine` does."""
 
     def __init__(self, model: PreTrainedModel, batch_size: int, deterministic: bool) -> None:
         self.model = text_model(model.eval())
@@ -142,7 +142,7 @@ class _InProcess:
 def cut_windows(ids: torch.Tensor, seqlen: int) -> torch.Tensor:
     """[tokens] -> [windows, seqlen] without the partial last window.
 
-    [1, tokens] for a text shorter than one window.
+    The result is [1, tokens] for a text shorter than one window.
     """
     if seqlen < 2:
         raise QtoolError(f"seqlen {seqlen} scores no token: at least 2 is needed")
@@ -162,7 +162,7 @@ def require_embedded(token_id: int, vocabulary: int) -> None:
     """Refuse an id beyond the ``vocabulary`` that a model embeds.
 
     Raises:
-        QtoolError: naming both.
+        QtoolError: names the id and the size of the vocabulary.
     """
     if token_id >= vocabulary:
         raise QtoolError(

@@ -1,7 +1,7 @@
-"""Results of an evaluation as plain data, to JSON and back.
+"""Results of an evaluation as plain data, with conversion to JSON and back.
 
-Errors are standard errors (``stderr``) wherever they are data, and the half-widths of 95 %
-intervals, :data:`INTERVAL` standard errors, wherever a person reads ±.
+In data, errors are standard errors (``stderr``). In text, the number after ± is the half-width of a
+95 % interval, :data:`INTERVAL` standard errors.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 
 from qtool.errors import QtoolError
 
-#: standard errors on either side that hold 95 %
+#: half-width of a 95 % interval, in standard errors
 INTERVAL = 1.96
 
 
@@ -29,9 +29,9 @@ class Metric:
     """A value and its error, in the metric's own unit; accuracies are 0 to 1.
 
     Attributes:
-        value: the mean over windows or questions; of a perplexity its exponential.
-        stderr: the standard error; None where there is none.
-        higher_is_better: of the metric.
+        value: the mean over windows or questions, or its exponential for a perplexity.
+        stderr: the standard error; None if it is unknown.
+        higher_is_better: whether a higher value of the metric is better.
     """
 
     value: float
@@ -49,17 +49,17 @@ class TaskResult:
     """The result of one task.
 
     Attributes:
-        task: its name.
+        task: name of the task.
         kind: ``perplexity`` or ``zero_shot``.
         origin: where the text or questions are from: a file, ``hub:...`` or ``lm-eval``.
         samples: the number of windows or questions.
-        metrics: by name: ``perplexity``, or lm-eval's, as ``acc`` and ``acc_norm``.
-        details: of a perplexity nll (nats, summed), tokens, seqlen, sha256 of the text, window_nll
-            (nats a token, one a window), token_ids (their sha256); of a zero-shot task lm-eval's
-            version of the task, questions (their sha256), items (by metric, one number a question).
-        deterministic: evaluated with the same bits on all devices, and not as served
+        metrics: metrics by name: ``perplexity``, or lm-eval's names such as ``acc``, ``acc_norm``.
+        details: for a perplexity nll (nats, summed), tokens, seqlen, sha256 of the text, window_nll
+            (nats a token, one a window), token_ids (their sha256); for a zero-shot task version
+            (lm-eval's), questions (their sha256), items (by metric, one number a question).
+        deterministic: evaluated with the same bits on all devices, not as served
             (:mod:`qtool.eval.deterministic`).
-        engine: the serving engine and version that computed it; empty for this process.
+        engine: the serving engine and version that computed the result; empty for this process.
     """
 
     task: str
@@ -72,7 +72,7 @@ class TaskResult:
     engine: str = ""
 
     def items(self, metric: str) -> list[float]:
-        """One number a window or question, whose mean is ``metric`` (a perplexity's logarithm)."""
+        """A number for each window or question; their mean is ``metric``, or its logarithm."""
         if self.kind == "perplexity":
             return list(self.details["window_nll"])
         return list(self.details.get("items", {}).get(metric, []))
@@ -85,7 +85,7 @@ class Results:
     tasks: list[TaskResult]
 
     def __str__(self) -> str:
-        from qtool.eval.compare import table  # which reads results
+        from qtool.eval.compare import table  # imports this module
 
         return table(self)
 
@@ -93,7 +93,7 @@ class Results:
         """The first result of ``task``.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such task.
         """
         for result in self.tasks:
             if result.task == task:
@@ -101,7 +101,7 @@ class Results:
         raise KeyError(task)
 
     def to_json(self) -> str:
-        """Strict JSON: what is infinite of a perplexity becomes null."""
+        """The results as strict JSON; infinite numbers of a perplexity become null."""
         return json.dumps(json_safe(asdict(self)), indent=1, allow_nan=False)
 
 
@@ -129,7 +129,7 @@ def from_json(text: str) -> Results:
 
 
 def _details(found: dict[str, Any]) -> dict[str, Any]:
-    """With what was infinite: a log-likelihood, or a window's."""
+    """``found`` with infinity in place of null, in the log-likelihoods of the text and windows."""
     if "nll" not in found:
         return found
     nll = [math.inf if value is None else value for value in (found["nll"], *found["window_nll"])]
@@ -148,7 +148,7 @@ def _metrics(found: dict[str, dict[str, Any]]) -> dict[str, Metric]:
 
 
 def json_safe(value: Any) -> Any:
-    """``value`` as strict JSON takes it: None for infinite and NaN numbers, at any depth."""
+    """``value`` for strict JSON: infinite and NaN numbers become None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

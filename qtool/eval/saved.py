@@ -1,11 +1,11 @@
 """``eval.json``: saved results of evaluations, beside the model.
 
-A saved result is used again only where everything is equal: the model (:func:`identity`), the
-questions and the arithmetic (:class:`qtool.eval.evaluate.LoadedTask`), the kind of device and the
-versions that computed it. Shards whose sizes and times are not those of a saved result, as after a
-copy, are hashed first. The file is written after each task, so an interrupted evaluation continues
-where it was. A baseline's results are saved in the file of the model that is compared with it; the
-baseline's own directory is never written. The model card shows the model's results.
+A saved result is reused only if everything is equal: the model (:func:`identity`), the questions
+and the arithmetic (:class:`qtool.eval.evaluate.LoadedTask`), the kind of device and the versions of
+the software. If sizes or times of the shards differ from those of the saved result, as after a
+copy, the shards are hashed first. The file is written after each task, so an interrupted evaluation
+continues where it stopped. A baseline's results are saved in the file of the model that is compared
+with it; the baseline's own directory is never written. The model card shows the model's results.
 """
 
 import fcntl
@@ -31,9 +31,9 @@ from qtool.io.safetensors import write_atomic, write_json
 from qtool.io.source import CARD, Checkpoint
 
 FILE = "eval.json"
-#: the key of the list of results in it
+#: the key of the list of results in eval.json
 RESULTS = "answers"
-#: facts that a model card names
+#: facts that the model card shows
 SHOWN = ("device", "engine", "kv", "dtype", "deterministic", "seqlen", "limit", "qtool")
 
 
@@ -53,8 +53,8 @@ class SavedResult:
 def identity(directory: Path) -> str:
     """A hash that tells a model from others and survives a copy.
 
-    Of a checkpoint that qtool wrote it is the hash of its files' recorded hashes; of any other
-    model :meth:`Checkpoint.fingerprint`, which qtool.json names as the source.
+    For a checkpoint that qtool wrote it is the hash of its files' recorded hashes. For any other
+    model it is :meth:`Checkpoint.fingerprint`, which qtool.json names as the source.
     """
     recorded, config = recorded_hashes(directory), directory / "config.json"
     if not recorded or not config.is_file():
@@ -78,9 +78,8 @@ def environment(
 ) -> dict[str, str]:
     """Facts that change a result: kind of device, versions, a given KV quantizer, dtype, engine.
 
-    Versions are also those of the packages that have plugins, where there are some.
-
-    The number of GPUs of an engine, like the batch size, only moves the last digits.
+    The versions include those of packages that have plugins. The number of GPUs of an engine is
+    left out: like the batch size, it only changes the last digits.
     """
     kind = "cuda" if engine else device.partition(":")[0]
     versions = {name: version(name) for name in ("torch", "transformers")}
@@ -119,9 +118,9 @@ def read(directory: Path) -> list[SavedResult]:
 
 
 def save(directory: Path, saved: SavedResult) -> None:
-    """Add ``saved`` to the file, in place of an earlier one of the same model and facts.
+    """Add ``saved`` to the file; it replaces an earlier result of the same model and facts.
 
-    One process at a time does so.
+    A lock lets one process at a time do so.
     """
     with (directory / f"{FILE}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -131,7 +130,7 @@ def save(directory: Path, saved: SavedResult) -> None:
 
 
 def _show(directory: Path) -> None:
-    """Write what is saved of the model in ``directory`` into its model card, if it has ours."""
+    """Write the saved results of the model in ``directory`` into its model card, if it has ours."""
     path = directory / CARD
     if not path.is_file():
         return
@@ -140,13 +139,13 @@ def _show(directory: Path) -> None:
     for saved in read(directory):
         if saved.model == model:
             for task in saved.tasks:
-                facts = saved.facts | task.details  # its windows may be shorter than asked for
+                facts = saved.facts | task.details  # the details hold the true window length
                 shown = (f"{key} {facts[key]}" for key in SHOWN if facts.get(key))
                 tables.setdefault(", ".join(shown), []).append(task)
     text = "\n\n".join(
         f"On {title}:\n\n```text\n{table(Results(tasks))}\n```" for title, tasks in tables.items()
     )
-    before = path.read_bytes().decode(errors="surrogateescape")  # what others wrote there stays
+    before = path.read_bytes().decode(errors="surrogateescape")  # keeps bytes that others wrote
     if (card := with_results(before, text)) != before:
         write_atomic(path, lambda file: file.write(card.encode(errors="surrogateescape")))
 
@@ -164,7 +163,7 @@ def results(
 
     Raises:
         QtoolError: ``store`` cannot be written, or holds a damaged file.
-        CheckFailed: a shard is not what qtool wrote any more.
+        CheckFailed: a shard has changed since qtool wrote it.
     """
     if not os.access(store, os.W_OK):
         raise QtoolError(

@@ -1,8 +1,8 @@
 """Zero-shot tasks through lm-eval's own API: its prompts, its scoring, its metric names.
 
-A task is looked for in this order: ``demo_choice``, a local file (:mod:`qtool.eval.local_tasks`),
-lm-eval's tasks, whose data comes from the hub or its cache. lm-eval's log below errors and its bars
-are dropped; on a terminal one bar a task is shown, with the task's name.
+A task is looked up in this order: ``demo_choice``, a local file (:mod:`qtool.eval.local_tasks`),
+lm-eval's tasks, whose data comes from the hub or its cache. Of lm-eval's log only errors are shown,
+and its progress bars are hidden; on a terminal there is one bar for each task, with its name.
 """
 
 import hashlib
@@ -38,9 +38,9 @@ from qtool.eval.language_model import language_model
 from qtool.eval.results import TaskResult
 from qtool.io import hub
 
-#: bootstrap draws for the error of metrics that are no mean; lm-eval's 100,000 take minutes
+#: bootstrap samples for the error of metrics that are no mean; lm-eval's 100,000 take minutes
 RESAMPLES = 1000
-#: tasks that are meant more often than any of lm-eval's thousands of others: suggested first
+#: the most used of lm-eval's thousands of tasks, which are suggested first
 COMMON = ["arc_challenge", "arc_easy", "boolq", "copa", "gsm8k", "hellaswag", "lambada_openai"]
 COMMON += ["mmlu", "openbookqa", "piqa", "race", "sciq", "social_iqa", "truthfulqa_mc2"]
 COMMON += ["wikitext", "winogrande"]
@@ -52,7 +52,7 @@ def available_tasks(data_dir: str | Path | None = None) -> list[str]:
 
 
 def all_tasks(data_dir: str | Path | None = None) -> list[str]:
-    """The names that :func:`load` knows, those that need no network first.
+    """The names that :func:`load` knows; tasks that need no network come first.
 
     The others are lm-eval's tasks, groups and tags, whose data comes from the hub or its cache.
     """
@@ -62,7 +62,7 @@ def all_tasks(data_dir: str | Path | None = None) -> list[str]:
 def load(
     name: str, tokenizer: PreTrainedTokenizerBase, data_dir: str | Path | None = None
 ) -> tuple[list[Any], str]:
-    """lm-eval's task objects (a group or tag is several) and their origin: a file, or ``lm-eval``.
+    """lm-eval's task objects (several for a group or tag) and their origin: a file or ``lm-eval``.
 
     Raises:
         QtoolError: an unknown name, a malformed file, or data neither cached nor reachable.
@@ -87,7 +87,7 @@ def fingerprint(tasks: list[Any]) -> str:
 
 
 def _leaves(tasks: list[Any]) -> Iterator[Any]:
-    """The tasks, and those of the groups among them."""
+    """The single tasks in ``tasks``, where groups are replaced by their tasks."""
     for task in tasks:
         yield from task.get_all_tasks() if hasattr(task, "get_all_tasks") else [task]
 
@@ -107,9 +107,9 @@ def zero_shot(
     """Results of the tasks of :func:`load`, each on its first ``limit`` questions if given.
 
     Args:
-        origin: what :func:`load` returned with the tasks.
-        deterministic: hidden states that are the same on every device, instead of those served.
-        questions: the tasks' :func:`fingerprint`; two results with the same one are paired.
+        origin: the origin that :func:`load` returned with the tasks.
+        deterministic: compute hidden states that are the same on every device, not as served.
+        questions: the tasks' :func:`fingerprint`; two results with the same fingerprint are paired.
         label: name of the progress bar.
     """
     if limit is not None:
@@ -127,7 +127,7 @@ def zero_shot(
         )
     results = []
     for name, values in found["results"].items():
-        logged = found["samples"].get(name, [])  # none for a group
+        logged = found["samples"].get(name, [])  # a group has no samples
         better = found["higher_is_better"].get(name, {})
         metrics, items = metrics_and_items(values, logged, better)
         details = {
@@ -157,7 +157,7 @@ def _from_lm_eval(name: str, data_dir: str | Path | None) -> list[Any]:
     try:
         with hub.access():
             loaded = index.load([name])
-    except Exception as error:  # whatever datasets, a task's own code or a missing package raises
+    except Exception as error:  # datasets, a task's own code or a missing package raise anything
         state = (
             f"{type(error).__name__}: {error}".split("\n")[0]
             if hub.reachable()
@@ -173,7 +173,7 @@ def _from_lm_eval(name: str, data_dir: str | Path | None) -> list[Any]:
 
 @contextmanager
 def _quiet(label: str | None = None) -> Iterator[None]:
-    """lm-eval without its log below errors and its bars; requests get one named ``label``."""
+    """Hide lm-eval's progress bars and log but errors; requests get a bar named ``label``."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -186,13 +186,13 @@ def _quiet(label: str | None = None) -> Iterator[None]:
         for module in (tqdm_module, lm_eval_model, lm_eval_task):
             stack.enter_context(patch.object(module, "tqdm", partial(_bar, None)))
         stack.enter_context(patch.object(huggingface, "tqdm", partial(_bar, label)))
-        for unused in ("get_git_commit_hash", "add_env_info"):  # they run git, pip and lscpu
+        for unused in ("get_git_commit_hash", "add_env_info"):  # these run git, pip and lscpu
             stack.enter_context(patch.object(evaluator, unused, create=True))
         yield
 
 
 def _bar(label: str | None, *args: Any, disable: bool = False, **options: Any) -> Any:
-    """One of lm-eval's bars with a task's ``label`` on it, or hidden without one."""
+    """A progress bar of lm-eval with a task's ``label``; hidden without a label."""
     hidden = disable or label is None or not progress.shows_bars()
     return tqdm(
         *args, **options | {"desc": label, "unit": "request", "leave": False, "disable": hidden}
