@@ -40,9 +40,9 @@ class Documents:
     """Texts or chats.
 
     Attributes:
-        name: what a user calls them.
-        sha256: of the file or texts; "" for a corpus, whose text its name stands for.
-        read: gives them.
+        name: their name in messages.
+        sha256: hash of the file or texts; "" for a corpus, which its name identifies.
+        read: function that returns them.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Token ids, 1-D a text's, 2-D one window a row."""
+    """Token ids: 1-D for a text, 2-D for windows, one a row."""
 
     ids: Tensor
     name: str = "token ids"
@@ -66,7 +66,7 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
     """The calibration data that ``given`` stands for; a corpus or a file is not read yet.
 
     Raises:
-        QtoolError: nothing of the table above, no such corpus or file, or nothing in it.
+        QtoolError: ``given`` is not in the table above, does not exist, or is empty.
     """
     if isinstance(given, str | Path):
         return _named(str(given), data_dir)
@@ -117,7 +117,7 @@ def _data_set(given: Any) -> Documents:
 
 
 def _stack(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Rows of one length as a 2-D tensor; others one after another."""
+    """Rows of one length as a 2-D tensor; rows of other lengths joined into a 1-D tensor."""
     for row in rows:
         if not all(type(number) is int for number in row):
             raise QtoolError("calibration data: a list of token ids holds something else")

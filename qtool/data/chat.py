@@ -1,4 +1,4 @@
-"""Chats as text: the tokenizer's own chat template renders them."""
+"""Renders chats as text with the tokenizer's own chat template."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,7 +15,7 @@ Row: TypeAlias = str | Messages
 
 
 def render(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", name: str) -> list[str]:
-    """The documents of ``rows``; a chat becomes the text that a server would prompt with.
+    """The documents of ``rows``; a chat becomes the text that a server would give to the model.
 
     Raises:
         QtoolError: a tokenizer without a chat template, or a chat that it cannot render.
@@ -43,14 +43,14 @@ def _rendered(messages: Messages, tokenizer: "PreTrainedTokenizerBase", name: st
     ]
     try:
         return str(tokenizer.apply_chat_template(joined, tokenize=False))
-    except Exception as error:  # a template is a program of the model's author, and raises anything
+    except Exception as error:  # a template is the model author's program and may raise anything
         raise QtoolError(
             f"{name}: the tokenizer's chat template cannot render it ({error})"
         ) from error
 
 
 def _joined(parts: list[Any], name: str) -> str:
-    """The text parts of a message as one text, as servers give them to templates of texts."""
+    """The text parts of a message as one text, as servers do for templates that take texts."""
     texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise QtoolError(

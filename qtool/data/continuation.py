@@ -1,9 +1,10 @@
 """Calibration windows that the model continues itself, after a few tokens of a text.
 
-A text found elsewhere is rarely what a model has learned from, and what is fitted to it (Hessians,
-scales, clipping) is fitted to inputs that come up less often than they seem to. Sampled at
-temperature 1, a model's own continuations are distributed as it takes text to be (Williams et al.,
-"Self-calibration for language model quantization and pruning", 2025; LLM-QAT does so for training).
+A given text rarely has the distribution of a model's training data, so Hessians, scales and
+clipping fitted to it are fitted to inputs that are rarer than they seem. The model's own
+continuations, sampled at temperature 1, have the distribution that the model has learned (Williams
+et al., "Self-calibration for language model quantization and pruning", 2025; LLM-QAT does so for
+training).
 """
 
 import inspect
@@ -22,22 +23,22 @@ from qtool.runtime.decode import StaticTokens, graph_cache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: not cuDNN's, which makes a plan for each length of a cache: 60 ms a token on an H200, and not the
-#: same each time
+#: attention backends without cuDNN's, which makes a plan for each length of a cache: that takes 60
+#: ms a token on an H200, and the plan is not the same each time
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Journal(Protocol):
-    """Keeps what is drawn, so that a run that was killed goes on from there."""
+    """Keeps the sampled tokens, so that a killed run continues from them."""
 
     def read(self) -> list[dict[str, Tensor]]:
         """The entries so far, in their order."""
 
     def due(self) -> bool:
-        """Whether it is time for an entry."""
+        """Whether it is time for the next entry."""
 
     def append(self, entry: Mapping[str, Tensor]) -> None:
-        """Keep one entry more."""
+        """Add an entry."""
 
 
 @torch.no_grad()
@@ -52,13 +53,13 @@ def continued(
 ) -> Tensor:
     """Windows ``[B, length]`` on the CPU: ``prompts [B, S]`` and the model's samples after them.
 
-    Nothing ends a window early: a token that ends a document is followed by what the model takes to
-    come next.
+    No window ends early: after a token that ends a document, the model samples the next token as
+    always.
 
     Args:
-        batch_size: windows written side by side, by default all; what is drawn depends on it.
-        journal: of the same windows; its entries are not drawn again. What is drawn does not depend
-            on it: the keys and values are kept to the bit.
+        batch_size: number of windows continued at once, by default all; the samples depend on it.
+        journal: journal of the same windows; tokens of its entries are not sampled again. The
+            samples do not depend on the journal, since it keeps keys and values to the bit.
 
     Raises:
         QtoolError: NaN or Inf in the model's logits.
@@ -81,14 +82,15 @@ def continued(
 
 
 class _Batch:
-    """Windows that are written side by side; by graphs where the model decodes so.
+    """Windows that are continued at once, with CUDA graphs if the model can decode with them.
 
     Attributes:
-        state: the model's argument for what it keeps of earlier tokens; empty where all tokens are
-            read for each one: the model keeps nothing, or tokens of its own (CPM-Ant's prompt) too.
-        drawn: tokens of each window.
-        kept: how many tokens of each window are in the journal.
-        cached: for how many tokens the journal has keys and values.
+        state: name of the model's argument for its state of earlier tokens; empty if each forward
+            reads all tokens, since the model has no such state, or one that also holds tokens of
+            its own (CPM-Ant's prompt).
+        drawn: number of tokens of each window so far.
+        kept: number of tokens of each window in the journal.
+        cached: number of tokens of which the journal has keys and values.
     """
 
     def __init__(self, model: "PreTrainedModel", prompts: Tensor, length: int) -> None:
@@ -109,12 +111,12 @@ class _Batch:
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether the cache is nothing but the keys and values of all tokens."""
+        """Whether the cache consists of the keys and values of all tokens, and nothing else."""
         plain = isinstance(self.cache, (DynamicCache, StaticCache))
         return plain and 0 < len(self.layers) == len(self.cache.layers)
 
     def inputs(self) -> dict[str, Any]:
-        """The forward's arguments: what it was not given yet, and what it keeps of the rest."""
+        """The forward's arguments: the new tokens, and the state of the earlier ones."""
         if not self.state:
             return {"input_ids": self.windows}
         given = self.tokens[-1]
@@ -128,7 +130,7 @@ class _Batch:
         )
 
     def draw(self, random: torch.Generator) -> None:
-        """One token more for each window."""
+        """Sample the next token of each window."""
         with sdpa_kernel(ATTENTION):
             out = self.model(**self.inputs(), use_cache=bool(self.state), logits_to_keep=1)
         self.cache = getattr(out, self.state, None) if self.state else None
@@ -138,14 +140,14 @@ class _Batch:
         if self.cache is None or any(more):
             self.state, self.cache, self.layers = "", None, []
         logits = out.logits[:, -1].float()
-        self.finite &= torch.isfinite(logits).all()  # looked at later: no wait for a GPU
+        self.finite &= torch.isfinite(logits).all()  # read later, so that nothing waits for a GPU
         self.tokens.append(
             torch.multinomial(logits.nan_to_num(0, 0, 0).softmax(-1), 1, generator=random)
         )
         self.drawn += 1
 
     def entry(self, random: torch.Generator) -> dict[str, Tensor]:
-        """What came since the last entry: tokens, keys and values, and the generator's state."""
+        """The tokens, keys and values since the last entry, and the generator's state."""
         self.require_finite()
         found = {"tokens": self.windows[:, self.kept :], "random": random.get_state()}
         for number, layer in enumerate(self.layers):
@@ -156,7 +158,7 @@ class _Batch:
         return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
 
     def restore(self, entry: Mapping[str, Tensor], random: torch.Generator) -> None:
-        """Take up what :meth:`entry` gave."""
+        """Restore the state from an entry of :meth:`entry`."""
         device = self.model.device
         random.set_state(entry["random"])
         self.tokens += entry["tokens"].to(device).split(1, 1)
@@ -166,7 +168,7 @@ class _Batch:
         self._all_is_kept()
 
     def _all_is_kept(self) -> None:
-        self.kept, self.cached = self.drawn, self.drawn - 1  # the last token was not read yet
+        self.kept, self.cached = self.drawn, self.drawn - 1  # no forward has read the last token
 
     def require_finite(self) -> None:
         if not self.finite:
@@ -178,8 +180,8 @@ class _Batch:
 def _cache(model: "PreTrainedModel", length: int) -> Cache | None:
     """The model's cache with room for ``length`` tokens.
 
-    Without it some layers copy all they have for each token. None, for which the model makes one of
-    its own, where layers keep other things than keys and values.
+    Without such room some layers copy their whole content for each token. The cache is None if
+    layers keep other things than keys and values; the model then makes its own.
     """
     if getattr(model, "_is_stateful", False):
         return None
@@ -195,7 +197,7 @@ def _cache(model: "PreTrainedModel", length: int) -> Cache | None:
 
 
 class _Preallocated(DynamicLayer):
-    """Keys and values are the filled part of memory for ``length`` tokens."""
+    """A layer whose keys and values are the filled part of memory for ``length`` tokens."""
 
     def __init__(self, length: int) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Loads the text of a named corpus or a file, from local copies before the network.
+"""Loads the text of a named corpus or a file; local copies are used before the network.
 
-A corpus has two roles, so that nothing is measured on the text it was fitted to: ``train``
-(calibration) and ``test`` (perplexity). A local copy of a role is looked for in ``data_dir``, else
-in the directory ``QTOOL_DATA_DIR`` names:
+A corpus has two roles, so that a model is not evaluated on the text it was calibrated on: ``train``
+(calibration) and ``test`` (perplexity). A local copy of a role is looked up in ``data_dir``, or in
+the directory that ``QTOOL_DATA_DIR`` names:
 
 - ``wikitext2``: wikitext2/wiki.{split}.raw, wikitext-2-raw/wiki.{split}.raw,
   wikitext-2-raw-v1/{split}-*.parquet, wikitext2/{split}.*; on the hub Salesforce/wikitext,
-  wikitext-2-raw-v1, the split of that name.
+  wikitext-2-raw-v1, the split with the role's name.
 - ``c4``: c4/c4-{train,validation}.*.json.gz (also under c4/en/), c4/{split}.*, c4.*,
   calibration/c4.utf8; on the hub allenai/c4, the first 10,000 documents of train shard 0 and the
   first 1,100 of validation shard 0.
@@ -14,9 +14,9 @@ in the directory ``QTOOL_DATA_DIR`` names:
   8,999 and 9,000 to 9,999.
 - ``demo``: ships with qtool, calibration.txt (train) and heldout.txt (test).
 
-``{split}`` is train or test, ``.*`` is .jsonl, .parquet or .txt. A local copy is used whole, except
-the published C4 shards, of which the same documents are taken as from the hub. ``c4.*``, ``pile.*``
-and ``calibration/*.utf8`` have no split: they serve both roles.
+``{split}`` is train or test, ``.*`` is .jsonl, .parquet or .txt. A local copy is used whole. Only
+from the published C4 shards the same documents are taken as from the hub. ``c4.*``, ``pile.*`` and
+``calibration/*.utf8`` have no split and serve both roles.
 """
 
 import hashlib
@@ -35,20 +35,20 @@ from qtool.io import hub
 from qtool.io.source import DEMO
 
 TRAIN, TEST = "train", "test"
-Rows = tuple[int, int | None]  # first, one past the last
+Rows = tuple[int, int | None]  # the first row, and the one after the last
 WHOLE: Rows = (0, None)
-#: characters of a path that is no file yet; what is longer is a text
+#: most characters of a path to a file that does not exist; a longer string is a text
 LONGEST = 255
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One role of one corpus: local file patterns, the rows to take, and the hub's data set."""
+    """One role of one corpus: patterns of local files, the hub's data set, and the rows to take."""
 
     local: tuple[tuple[str, Rows], ...]
     hub: dict[str, Any] = field(default_factory=dict)  # arguments of datasets.load_dataset
-    rows: Rows = WHOLE  # of the hub's data set
+    rows: Rows = WHOLE  # rows of the hub's data set
 
 
 def _whole(*patterns: str) -> tuple[tuple[str, Rows], ...]:
@@ -103,7 +103,7 @@ SOURCES: dict[str, dict[str, Source]] = {
     "wikitext2": {TRAIN: _wikitext2(TRAIN), TEST: _wikitext2(TEST)},
     "c4": {
         TRAIN: _c4(TRAIN, "train", 1024, (0, 10_000)),
-        TEST: _c4(TEST, "validation", 8, (0, 1_100)),  # GPTQ's "c4_new"
+        TEST: _c4(TEST, "validation", 8, (0, 1_100)),  # the GPTQ scripts call it "c4_new"
     },
     "pile": {TRAIN: _pile(TRAIN, (0, 9_000)), TEST: _pile(TEST, (9_000, 10_000))},
     "demo": {TRAIN: Source(_whole("calibration.txt")), TEST: Source(_whole("heldout.txt"))},
@@ -112,7 +112,7 @@ SOURCES: dict[str, dict[str, Source]] = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents and where they came from: ``origin`` is a file's path or ``hub:<data set>``."""
+    """Documents and their ``origin``: a file's path or ``hub:<data set>``."""
 
     name: str
     origin: str
@@ -132,8 +132,8 @@ class Corpus:
 def joined(documents: Iterable[str]) -> str:
     """``documents`` as one text, with blank lines between them.
 
-    Halves of surrogate pairs, which a cut string in JSON may hold and no tokenizer takes, become
-    U+FFFD.
+    Single halves of surrogate pairs become U+FFFD: a cut string in JSON may hold them, and no
+    tokenizer takes them.
     """
     return SURROGATE.sub("\ufffd", "\n\n".join(documents))
 
@@ -141,18 +141,18 @@ def joined(documents: Iterable[str]) -> str:
 def is_corpus(source: str) -> bool:
     """Whether ``source`` means text (a corpus or a file), not a zero-shot task."""
     named = source in SOURCES or Path(source).suffix in text_files.ENDINGS or os.sep in source
-    return named or os.path.isfile(source)  # which a name of any length may be asked
+    return named or os.path.isfile(source)  # isfile takes a name of any length
 
 
 def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corpus:
     """The ``split`` (train or test) of a named corpus, or the whole of the file ``source``.
 
     Raises:
-        QtoolError: an unknown name, an unreadable file, no such ``data_dir``, or a corpus neither
-            local nor reachable.
+        QtoolError: an unknown name, an unreadable file, a ``data_dir`` that does not exist, or a
+            corpus that is neither local nor reachable.
     """
     if data_dir:
-        data_directory(data_dir)  # which the demo and a file do not need
+        data_directory(data_dir)  # checked even though the demo and a file do not need it
     if source not in SOURCES:
         return Corpus(Path(source).name, source, text_files.read(require_file(source)))
     wanted = SOURCES[source][split]
@@ -172,7 +172,7 @@ def require_file(source: str) -> Path:
     """The path of ``source``, whether or not there is a file.
 
     Raises:
-        QtoolError: it looks like the name of a corpus, and none has it, or like a text.
+        QtoolError: ``source`` looks like the name of an unknown corpus, or like a text.
     """
     path = expand_home(source)  # the shell leaves the ~ of a.txt:16,~/b.txt:16
     if not (os.path.isfile(path) or (is_corpus(source) and len(source) <= LONGEST)):
@@ -187,7 +187,7 @@ def data_directory(data_dir: str | Path | None) -> Path | None:
     """The directory of local copies: ``data_dir``, else ``QTOOL_DATA_DIR``, else None.
 
     Raises:
-        QtoolError: it is missing, or no path.
+        QtoolError: the directory does not exist, or ``data_dir`` is not a path.
     """
     named = data_dir or os.environ.get("QTOOL_DATA_DIR")
     directory = require_path("data_dir", named) if named else None
@@ -204,7 +204,7 @@ def _download(source: str, split: str, wanted: Source) -> list[str]:
         with hub.access():
             rows = datasets.load_dataset(**wanted.hub)
             return [row["text"] for row in islice(rows, *wanted.rows)]
-    except Exception as error:  # datasets raises a dozen kinds, none of them meant for a user
+    except Exception as error:  # datasets raises a dozen types, none of them meant for a user
         state = (
             "no connection to the hub"
             if not hub.reachable()

@@ -1,4 +1,4 @@
-r"""A mix of calibration data: its parts, their numbers of windows, and all windows in one order.
+r"""A mix of calibration data: its parts, the windows of each, and one order of all windows.
 
 | given                                      | is                                          |
 |--------------------------------------------|---------------------------------------------|
@@ -9,8 +9,9 @@ r"""A mix of calibration data: its parts, their numbers of windows, and all wind
 |                                            | number                                      |
 | anything else                              | one part                                    |
 
-Without numbers (``"wikitext2,c4"``, or None in their place) all windows are shared out evenly. A
-text that is a corpus or an existing file is that one part, whatever it contains.
+Without numbers (``"wikitext2,c4"``, or None in their place) the parts get equal shares of the
+windows. A text that names a corpus or an existing file is that one part, whatever characters it
+contains.
 """
 
 import os
@@ -30,7 +31,7 @@ from qtool.errors import QtoolError, expand_home, require_count
 CalibrationMix: TypeAlias = (
     "CalibrationInput | Mapping[str, int | None] | Sequence[tuple[CalibrationInput, int | None]]"
 )
-#: windows of a run where neither the parts nor ``--samples`` say how many
+#: number of windows of a run if neither the parts nor ``--samples`` give one
 SAMPLES = 128
 
 
@@ -48,10 +49,10 @@ def parse_mix(
     """The parts of ``given``; no corpus and no file is read yet.
 
     Args:
-        samples: windows of all parts together; None for what the parts say.
+        samples: windows of all parts together; None takes the parts' numbers.
 
     Raises:
-        QtoolError: as :func:`parse` and :func:`count_windows` do, or a part that is there twice.
+        QtoolError: as :func:`parse` and :func:`count_windows` do, or a part is given twice.
     """
     found = _split(given)
     data = [parse(one, data_dir=data_dir) for one, _ in found]
@@ -65,10 +66,11 @@ def parse_mix(
 
 
 def count_windows(given: "CalibrationMix | None", samples: int | None) -> int:
-    """Windows that ``given`` asks for, without looking into it.
+    """The number of windows that ``given`` asks for; its data is not read.
 
     Raises:
-        QtoolError: numbers of windows below one, of some parts only, or other than ``samples``.
+        QtoolError: a number of windows is below one, only some parts have one, or their sum differs
+            from ``samples``.
     """
     return sum(_shares(_split(given), samples))
 
@@ -76,16 +78,16 @@ def count_windows(given: "CalibrationMix | None", samples: int | None) -> int:
 def interleave(parts: Sequence[Tensor]) -> Tensor:
     """Windows ``[n, S]`` of all ``parts``, each ``[*, S]`` and spread evenly in its own order.
 
-    Any stretch of them holds about as much of each part as the whole does.
+    Any sequence of consecutive windows has about the same proportions of parts as the whole.
     """
     places = [(torch.arange(len(part), dtype=torch.float64) + 0.5) / len(part) for part in parts]
     return torch.cat(list(parts))[torch.cat(places).argsort(stable=True)]
 
 
 def facts(parts: Sequence[tuple[str, int, str]]) -> dict[str, Any]:
-    """The record of parts with ``(name, windows, sha256)``; of one part it is that part's.
+    """The record of parts with ``(name, windows, sha256)``; a single part's own if there is one.
 
-    ``text`` is what ``--calib`` takes.
+    Its ``text`` is an argument of ``--calib``.
     """
     each = [
         {"text": name, "samples": samples} | ({"sha256": sha256} if sha256 else {})
@@ -101,7 +103,7 @@ _Numbered: TypeAlias = list[tuple[Any, int | None]]
 
 
 def _split(given: Any) -> _Numbered:
-    """What each part is given as, and its number of windows if it has one."""
+    """The data of each part as it was given, and its number of windows if it has one."""
     if isinstance(given, str):
         return _names(given)
     if isinstance(given, Mapping) and "input_ids" in given:
@@ -136,7 +138,7 @@ def _is_one(name: str) -> bool:
 
 
 def _shares(parts: _Numbered, samples: int | None) -> list[int]:
-    """Windows of each part."""
+    """The number of windows of each part."""
     numbers = [number for _, number in parts if number is not None]
     if not numbers:
         whole, count = SAMPLES if samples is None else samples, len(parts)

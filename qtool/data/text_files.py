@@ -19,16 +19,16 @@ from qtool.data.chat import Row
 from qtool.errors import QtoolError
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-#: endings by which a name is taken for a file's
+#: endings by which a name is taken to be a file's
 ENDINGS = {".raw", ".jsonl", ".json", ".parquet", ".txt", ".utf8", ".md", *COMPRESSION}
-#: where a row's content is, and what it is: a document, or a chat
+#: the key of a row's content, and the type of the content: a document or a chat
 COLUMNS = {"text": str, "messages": list}
 
 
 def read(path: Path, part: tuple[int, int | None] = (0, None)) -> list[str]:
-    """The documents of ``path``, only ``part`` (first, one past the last) of them.
+    """The documents of ``path`` in ``part``: the first one, and the one after the last.
 
-    Reading stops after the last.
+    Reading stops after the last document of ``part``.
 
     Raises:
         QtoolError: the file is missing, is a directory, is empty, is not UTF-8, lacks "text" or
@@ -60,7 +60,7 @@ def require(path: Path) -> None:
     """Refuse a path that is no file.
 
     Raises:
-        QtoolError: it is missing, a directory, a pipe or a device.
+        QtoolError: the path is missing, a directory, a pipe or a device.
     """
     if path.is_dir():
         raise QtoolError(f"{path} is a directory, expected a text, .jsonl or .parquet file")
@@ -74,7 +74,7 @@ def sha256(path: Path) -> str:
     """Hex digest of the file's bytes.
 
     Raises:
-        QtoolError: it is missing or cannot be read.
+        QtoolError: the file is missing or cannot be read.
     """
     require(path)
     try:
@@ -105,7 +105,7 @@ def _lines_or_whole(path: Path, ending: str, compression: str | None) -> Iterato
 
 
 def _open(path: Path, compression: str | None) -> TextIO:
-    """A text stream; newlines are "\\n", a byte order mark is dropped."""
+    """A text stream of ``path``; newlines are "\\n", and a byte order mark is dropped."""
     if compression is None:
         return open(path, encoding="utf-8-sig")
     import io
@@ -124,7 +124,7 @@ def _row_of(line: str, path: Path, number: int) -> Row:
         raise QtoolError(
             f"{path} line {number} is not JSON: {error.msg} at column {error.colno}"
         ) from None
-    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+    except (ValueError, RecursionError) as error:  # also for thousands of digits or brackets
         raise QtoolError(f"{path} line {number} cannot be read: {error}") from None
     if isinstance(row, dict):
         for name, kind in COLUMNS.items():
@@ -140,7 +140,7 @@ def _row_of(line: str, path: Path, number: int) -> Row:
 
 
 def _found(row: dict[str, Any]) -> str:
-    """What a row has in place of a content: one of another type, or other keys."""
+    """A description of a row without a content: a content of another type, or other keys."""
     for name in COLUMNS:
         if name in row:
             return f'"{name}" of type {type(row[name]).__name__}'

@@ -1,8 +1,8 @@
 """Calibration windows: token ids of a text, cut into pieces of one length.
 
 The documents are joined by blank lines, tokenized at once and cut into consecutive windows of
-``seqlen`` tokens; of these, ``samples`` are drawn with a seed, without replacement. The same text,
-tokenizer and seed give the same tokens.
+``seqlen`` tokens. ``samples`` of these windows are drawn with a seed, without replacement. The same
+text, tokenizer and seed give the same tokens.
 """
 
 import torch
@@ -16,7 +16,7 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) ->
     """Token ids ``[tokens]`` of ``text``.
 
     Raises:
-        QtoolError: the tokenizer is not that of a model with ``vocabulary`` tokens.
+        QtoolError: the tokenizer belongs to another model than one of ``vocabulary`` tokens.
     """
     ids: Tensor = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
     if len(ids) and int(ids.max()) >= vocabulary:
@@ -38,7 +38,7 @@ def cut(
 ) -> Tensor:
     """Windows ``[at most samples, seqlen]`` of token ids ``[tokens]`` or ``[rows, tokens]``.
 
-    A user calls them ``name``. Rows are cut one by one; what is left of a row is dropped.
+    Rows are cut one by one, and the rest of a row is dropped. Messages call the data ``name``.
 
     Raises:
         QtoolError: fewer tokens than one window, or an id that the model does not have.
