@@ -1,8 +1,8 @@
 """Estimates the seconds of a calibrated run from its work and measured rates.
 
 The rates are measured by ``qtool bench quantize`` (docs/results/quantize.md has the tables) and
-hold for blocks of at least a few thousand channels; smaller ones are bound by launches, which
-nothing here counts. Several GPUs share the work as benchmarks/journal/many-gpus.md describes.
+hold for blocks of at least a few thousand channels. Smaller blocks are bound by kernel launches,
+which are not counted. Several GPUs share the work as benchmarks/journal/many-gpus.md describes.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import ContinuationMemory
 from qtool.pipeline.planning.work import work_of
 
-#: of the rounding's time, what every rank repeats or waits for: the Cholesky factors and the
-#: exchange of terms (benchmarks/journal/many-gpus.md: 224 ms a block on one rank, 164 on two)
+#: share of the rounding's time that every rank spends on repeated work or waits: the Cholesky
+#: factors and the exchange of terms (benchmarks/journal/many-gpus.md: 224 ms a block on one rank,
+#: 164 on two)
 REPEATED_ROUNDING = 0.46
-#: work that several GPUs share out
+#: fields of the work that several GPUs share
 SHARED = (
     "forward_flops",
     "hessian_flops",
@@ -32,13 +33,14 @@ class Rates:
     """Measured rates of one device, per second.
 
     Attributes:
-        memory: bytes of the device; 0 where it is the host's.
-        seconds_a_token: of a block, for the next token of windows that the model continues.
-        cached_bytes: of keys and values that such a block reads.
+        memory: bytes of the device's memory; 0 if it is the host's.
+        seconds_a_token: seconds of a block for the next token of windows that the model continues.
+        cached_bytes: bytes a second of keys and values that such a block reads.
         start: seconds before the first block.
-        compiling: seconds that the first run on a machine takes longer.
+        compiling: additional seconds of the first run on a machine.
 
-    All others are rates of the fields of :class:`~qtool.calibration.cost.Work` with these names.
+    The other attributes are rates of the fields of :class:`~qtool.calibration.cost.Work` with the
+    same names.
     """
 
     name: str
@@ -62,7 +64,7 @@ class Rates:
     compiling: float
 
     def seconds(self, work: Work, gpus: int = 1) -> float:
-        """Seconds of a run: of its blocks in turn, or of its files if those take longer."""
+        """Seconds of a run: those of its blocks, one after another, or of its files if longer."""
 
         def of(*kinds: str) -> float:
             return sum(getattr(work, kind) / getattr(self, kind) for kind in kinds)
@@ -96,8 +98,8 @@ H200 = Rates(
     compiling=4.0,
 )
 
-#: of two cores: those that one thread reached in its CPU time, doubled. It smoothed, clipped,
-#: rounded by GPTQ and distilled one block of 1024 channels on 8 x 256 tokens in float32
+#: rates of two cores: twice the rates that one thread reached in its CPU time when it smoothed,
+#: clipped, rounded by GPTQ and distilled a block of 1024 channels on 8 x 256 tokens in float32
 CPU = Rates(
     name="two CPU cores",
     memory=0,
@@ -132,7 +134,8 @@ def seconds(
     """Seconds of quantizing by ``job`` on ``gpus`` devices of ``rates``.
 
     Args:
-        continuation: of the windows, where the model continues them, which one device does.
+        continuation: memory of the continuation, if the model continues the windows; one device
+            does so.
     """
     took = rates.seconds(work_of(job, samples, seqlen), gpus)
     if continuation:

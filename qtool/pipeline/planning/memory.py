@@ -1,8 +1,8 @@
 """Computes the peak memory of a calibrated run from config.json and recipe.
 
-It is that of one block, its activations and its solver. Counted, not measured: each line of a sum
-is what some code keeps alive at its worst moment. Bytes on the device are those torch allocates;
-its cache may reserve a third more.
+The peak is that of one block, its activations and its solver. It is counted, not measured: each
+term of a sum is the memory that some code holds at its worst moment. Bytes on the device are the
+bytes that torch allocates; its cache may reserve a third more.
 """
 
 from dataclasses import dataclass
@@ -20,28 +20,29 @@ from qtool.pipeline.units import bytes_text
 
 #: resident memory of the process with torch and transformers loaded, without and with CUDA
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
-#: of the free memory that a run may plan with, on the device and on the host, which others use too
+#: share of the free memory that a run may use, on the device and on the host, which others use too
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
-#: tokens of a batch; a longer window is one by itself
+#: tokens of a batch; a longer window is a batch by itself
 BATCH_TOKENS = 4096
-#: tokens, at least, of the equal pieces of a window that are continued each by itself: eight pieces
+#: least tokens of the equal pieces of a window, each of which is continued by itself: eight pieces
 #: take an eighth of a window's steps, over an eighth of its keys and values
 PIECE_TOKENS = 256
-#: of a piece that a text gives where the model continues it
+#: share of a piece that is taken from a text if the model continues it
 GIVEN_SHARE = 1 / 8
-#: of the memory that a run may plan with, for keys, values and what is beside them while the model
-#: continues pieces: what takes more is written in parts
+#: share of a run's memory for keys, values and working memory while the model continues pieces; if
+#: they need more, the pieces are continued in several batches
 CACHE_SHARE = 0.6
-#: of a GPU's memory for the weights of the model that continues pieces; a larger model is rounded
+#: share of a GPU's memory for the weights of the model that continues pieces; a larger model is
+#: rounded to ROUNDED_SCHEME
 WEIGHTS_SHARE = 0.7
-#: to this scheme, whose 16-bit activations bear any outliers and whose kernels run on every GPU
+#: its 16-bit activations hold any outliers, and its kernels run on every GPU
 ROUNDED_SCHEME = "w4a16"
 
 
 def activation_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int:
-    """Bytes of what enters a block for ``tokens`` in windows of ``window``, at most.
+    """Most bytes of a block's inputs for ``tokens`` in windows of ``window``.
 
-    Where the rounding compares with the float model, the float model's too. An indexer is taken to
+    They include the float model's inputs if the rounding compares with it. An indexer is assumed to
     choose all tokens of a window.
     """
     paths, family = 1 + job.rounding.compares, job.family
@@ -61,7 +62,7 @@ def compute_bytes(job: Job, device: torch.device) -> int:
 
 
 def working_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int:
-    """Bytes on ``device`` beside the activations: a block, and what its methods hold at most."""
+    """Bytes on ``device`` without the activations: a block, and the most that a method holds."""
     blocks = job.distinct_blocks
     return max(_working_bytes(job, block, tokens, window, device) for block in blocks)
 
@@ -71,8 +72,8 @@ def _working_bytes(job: Job, block: int, tokens: int, window: int, device: torch
     itemsize = compute_bytes(job, device)
     shape = block_shape(job, block, tokens // window, window, itemsize)
     parameters = sum(map(prod, job.block_shapes(block).values()))
-    computing = itemsize % 4  # 0: the exact weights themselves compute
-    # of all tokens, or of all pairs of a token and an expert
+    computing = itemsize % 4  # 0 if forwards use the exact weights themselves
+    # for all tokens, or for all pairs of a token and an expert
     widest = max(map(sum, shape.linears.values()))
     experts = [name for name in shape.linears if shape.family.group_of(name).routed]
     paired = sum(shape.share(name) * sum(shape.linears[name]) for name in experts)
@@ -85,7 +86,7 @@ def _working_bytes(job: Job, block: int, tokens: int, window: int, device: torch
 
 
 def host_bytes(job: Job, tokens: int, window: int, device: torch.device, kept_on_host: int) -> int:
-    """The process's peak in bytes: blocks read and written, or at first the embedding's rows.
+    """The process's peak in bytes: blocks that are read and written, or the embedding's rows.
 
     Args:
         kept_on_host: bytes of activations kept in host memory.
@@ -97,7 +98,7 @@ def host_bytes(job: Job, tokens: int, window: int, device: torch.device, kept_on
     embedded = min(tokens, dims["vocab"]) * dims["hidden"] * job.source_dtype.itemsize
     block = largest * job.source_dtype.itemsize
     if device.type == "cuda":
-        # pinned memory of a block is used again once that is on the GPU: one to two of them
+        # pinned memory is reused once its block is on the GPU: it holds one to two blocks
         return CUDA_PROCESS + kept_on_host + 3 * block // 2 + packed
     return (
         CPU_PROCESS
@@ -111,13 +112,13 @@ class ContinuationMemory:
     """Memory that a device holds while the model continues the calibration windows.
 
     Attributes:
-        pieces: of all windows, each of ``length`` tokens, of which the text gives ``given``.
-        batch_size: pieces that are continued side by side.
-        parameters: how many numbers the model has.
+        pieces: pieces of all windows, each of ``length`` tokens; the first ``given`` are a text's.
+        batch_size: number of pieces that are continued at once.
+        parameters: number of the model's parameters.
         weights: bytes of the model's weights.
         cache: bytes of keys and values of a batch.
         working: bytes of everything else.
-        rounded: the model's weights are those of :data:`ROUNDED_SCHEME`.
+        rounded: the model's weights are rounded to :data:`ROUNDED_SCHEME`.
     """
 
     pieces: int
@@ -136,12 +137,12 @@ class ContinuationMemory:
 
     @property
     def how(self) -> str:
-        """What follows "the model" in a sentence."""
+        """The words that follow "the model" in a sentence."""
         return f", rounded to {ROUNDED_SCHEME}" if self.rounded else ""
 
     @property
     def steps(self) -> int:
-        """Forwards, each of one token more for all pieces of a batch."""
+        """Number of forwards, each of which adds a token to all pieces of a batch."""
         return -(-self.pieces // self.batch_size) * (self.length - self.given)
 
     @property
@@ -150,13 +151,13 @@ class ContinuationMemory:
 
     @property
     def step_cache(self) -> float:
-        """Bytes of keys and values that a step reads, in the mean of a growing cache."""
+        """Mean bytes of keys and values that a step reads from the growing cache."""
         return self.cache * (self.given + self.length) / (2 * self.length)
 
     def shortage(self, device: torch.device, device_memory: float, host_memory: float) -> str:
-        """What it takes and which memory lacks the room, in words; empty where both have it.
+        """A text on the bytes needed and the memory that lacks them; empty if both have room.
 
-        The weights of a model on a GPU pass through the host's.
+        The weights of a model on a GPU pass through host memory.
         """
         where = "host" if device.type == "cpu" else device.type
         needs = (
@@ -178,10 +179,10 @@ def continuation_memory(
 ) -> ContinuationMemory:
     """The memory of continuing ``samples`` windows on a device of ``memory`` bytes.
 
-    Counted are the model and, for each piece, its keys and values and, as working memory, what a
-    block makes of its beginning and a token's logits. Whether the model is rounded, and how many
-    pieces it continues at once, depend on the whole memory, not on what is free, so that every
-    token is the same each time.
+    It is the model and, for each piece, its keys and values and the working memory: a block's
+    tensors for the given tokens, and the logits of one token. Whether the model is rounded, and how
+    many pieces it continues at once, depend on the whole memory, not on the free memory, so that
+    every token is the same in each run.
     """
     itemsize, heads = compute_bytes(job, device), Heads.of(job.namespace)
     counts = range(max(1, seqlen // PIECE_TOKENS), 0, -1)
@@ -216,7 +217,7 @@ def continuation_memory(
 
 
 def rounded_bytes(job: Job) -> int | None:
-    """Bytes of ``job``'s model in :data:`ROUNDED_SCHEME`; None where its shapes forbid that."""
+    """Bytes of ``job``'s model in :data:`ROUNDED_SCHEME`; None if its shapes do not allow it."""
     recipe = recipes.load(ROUNDED_SCHEME)
     try:
         return sum(Job.of(job.config, recipe, job.source_dtype).shard_bytes())

@@ -1,7 +1,7 @@
 """The plan of a run from config.json alone: bits, bytes, memory and time, layer by layer.
 
 Sizes are exact: they come from the code that packs, run on a slab of zeros. Memory and time are
-estimates: of plain rounding by the constants below; of calibrated runs by
+estimates: for plain rounding from the constants below, for calibrated runs from
 :mod:`qtool.pipeline.planning.memory` and :mod:`qtool.pipeline.planning.estimate`.
 """
 
@@ -21,23 +21,23 @@ from qtool.pipeline.planning.estimate import CPU, H200, Rates, seconds
 from qtool.pipeline.streaming import activations
 from qtool.recipes.schema import CONTINUED
 
-#: weights rounded to nearest a second on two CPU cores, reading and writing included
+#: weights a second that two CPU cores round to nearest, reading and writing included
 CPU_WEIGHTS_PER_SECOND = 60e6
-#: on an H200, beside the start of a run there
+#: weights a second that an H200 rounds to nearest, without the start of the run
 H200_WEIGHTS_PER_SECOND = 580e6
 
 
 @dataclass(frozen=True)
 class PlannedLinear:
-    """One linear of a block: its format and what it will take on disk.
+    """One linear of a block: its format and its size on disk.
 
     Attributes:
-        name: within the block.
-        scheme: or the dtype, where it stays in 16 bits.
-        group_size: input channels a group; None: the whole channel.
-        layout: nothing where it stays in 16 bits.
+        name: name within the block.
+        scheme: scheme, or the dtype if the linear stays in 16 bits.
+        group_size: input channels in a group; None means the whole channel.
+        layout: layout; empty if the linear stays in 16 bits.
         shape: N and K.
-        nbytes: of all that is stored of it, but for a bias.
+        nbytes: bytes of all stored tensors of the linear but a bias.
     """
 
     name: str
@@ -55,7 +55,7 @@ class PlannedLinear:
 
 @dataclass(frozen=True)
 class PlannedBlocks:
-    """Blocks that store the same tensors in the same formats, and the linears of one of them."""
+    """Blocks that store the same tensors in the same formats, and the linears of one block."""
 
     blocks: list[int]
     linears: list[PlannedLinear]
@@ -66,23 +66,23 @@ class Plan:
     """A job in numbers. Byte counts are of tensors; files add their headers (a few kilobytes).
 
     Attributes:
-        job: what is planned.
-        kinds: of blocks.
-        source_bytes: of the model that is read.
-        shard_bytes: of each file that is written.
-        host_bytes: at the peak, of all processes.
-        seconds: of the run.
-        device: what time and memory are of; ``gpus`` of them.
-        gpus: that share the run.
-        device_bytes: at the peak of each GPU.
-        device_memory: bytes that each GPU has.
-        activation_bytes: of the calibration activations.
-        place: where these are kept between blocks; nothing where nothing is calibrated.
-        compiling: seconds that the first run on a machine takes longer.
-        continuation: of the calibration windows, most of which the model writes first; it is held
-            whole meanwhile.
-        shortage: why the model cannot continue them, in words.
-        repacked: the format whose codes are taken as they are; nothing where weights are quantized.
+        job: the job that is planned.
+        kinds: kinds of blocks.
+        source_bytes: bytes of the model that is read.
+        shard_bytes: bytes of each file that is written.
+        host_bytes: peak bytes of host memory of all processes.
+        seconds: seconds of the run.
+        device: the device for which time and memory hold.
+        gpus: number of these devices that share the run.
+        device_bytes: peak bytes of each GPU.
+        device_memory: bytes of memory of each GPU.
+        activation_bytes: bytes of the calibration activations.
+        place: place of the activations between blocks; empty if nothing is calibrated.
+        compiling: additional seconds of the first run on a machine.
+        continuation: memory while the model, which is then loaded whole, continues the calibration
+            windows before the run.
+        shortage: why the model cannot continue the windows, in words.
+        repacked: the format whose codes are copied; empty if weights are quantized.
     """
 
     job: Job
@@ -103,7 +103,7 @@ class Plan:
     repacked: str = ""
 
     def __str__(self) -> str:
-        from qtool.pipeline.planning.plan_text import as_text  # which reads plans
+        from qtool.pipeline.planning.plan_text import as_text  # imports this module
 
         return as_text(self)
 
@@ -121,15 +121,15 @@ class Plan:
     def disk_bytes(self) -> int:
         """Bytes that the run needs on disk beside the source.
 
-        That is the result, and activations that fit nowhere else.
+        They are those of the result, and of activations that fit nowhere else.
         """
         return self.output_bytes + (self.activation_bytes if self.place == "disk" else 0)
 
     @property
     def resume_bytes(self) -> int:
-        """Bytes on disk that let a killed run continue at once, taken only where there is room.
+        """Bytes on disk that let a killed run continue at once, used only if there is room.
 
-        They are the activations that enter the newest block, and those before until they are whole.
+        They are the inputs of the newest block, and the earlier inputs until those are complete.
         """
         return 2 * self.activation_bytes
 
@@ -147,14 +147,15 @@ def plan(
     """The plan of ``job``, calibrated on ``samples`` windows of ``seqlen`` tokens; reads no weight.
 
     Args:
-        seqlen: at most the model's context.
+        seqlen: tokens of a window; it is limited to the model's context.
         device_memory: free bytes of a GPU.
         host_memory: free bytes of the host; by default this machine's.
         device: ``cuda`` (an H200's rates) or ``cpu`` (two cores').
-        gpus: that share the run.
+        gpus: number of GPUs that share the run.
 
     Raises:
-        QtoolError: no number of GPUs, several on a CPU, or a device that has no rates.
+        QtoolError: ``gpus`` is not a number of GPUs, or is several with ``cpu``; or the device has
+            no rates.
     """
     require_count("--gpus", gpus)
     if device not in ("cuda", "cpu"):
@@ -180,11 +181,11 @@ def plan(
 
 
 def _uncalibrated(job: Job, weights: int, device: torch.device, gpus: int) -> dict[str, Any]:
-    """Time and memory of a run that looks at no activations: the fields of a :class:`Plan`."""
+    """Time and memory of a run without calibration: the fields of a :class:`Plan`."""
     if device.type == "cpu":
         took = weights / CPU_WEIGHTS_PER_SECOND
         return {"host_bytes": plain_host_bytes(job), "seconds": took}
-    if job.is_plain:  # one weight at a time, its codes and what is packed
+    if job.is_plain:  # memory holds one weight at a time, its codes and its packed form
         took = H200.start + weights / H200_WEIGHTS_PER_SECOND / gpus
         largest = max(n * k for b in job.distinct_blocks for n, k in job.linears(b).values())
         used = largest * (job.source_dtype.itemsize + 2) + chunk_bytes(largest)
@@ -211,7 +212,7 @@ def _calibrated(
 ) -> dict[str, Any]:
     """Time, memory and activations of a calibrated run: the fields of a :class:`Plan`."""
     rates: Rates = H200 if device.type == "cuda" else CPU
-    tokens = -(-samples // gpus) * seqlen  # of each rank
+    tokens = -(-samples // gpus) * seqlen  # tokens of each rank
     place = activations.choose(job, tokens, seqlen, device, device_memory, host_memory / gpus)
     kept = memory.activation_bytes(job, tokens, seqlen, device)
     room = activations.device_room(job, tokens, seqlen, device, device_memory)
@@ -246,7 +247,7 @@ def _calibrated(
 
 
 def kinds(job: Job) -> list[PlannedBlocks]:
-    """The blocks of ``job``, gathered by equal tensors and formats."""
+    """The blocks of ``job``, grouped by equal tensors and formats."""
     groups: dict[int, list[int]] = {}
     for block, first in enumerate(job.representatives):
         groups.setdefault(first, []).append(block)
@@ -274,8 +275,8 @@ def _linear(job: Job, block: int, name: str, shape: tuple[int, int]) -> PlannedL
 def plain_host_bytes(job: Job) -> int:
     """Peak host memory of a run without calibration.
 
-    Streamed, it is one weight, its codes, its packed form and temporaries of a chunk; otherwise one
-    block in float32, twice.
+    A streamed run holds one weight, its codes, its packed form and temporaries of a chunk; another
+    run holds one block in float32, twice.
     """
     blocks = [[n * k for n, k in job.linears(block).values()] for block in job.distinct_blocks]
     if job.is_plain:

@@ -92,7 +92,7 @@ def as_text(planned: Plan) -> str:
 
 
 def _table(kinds: Sequence[PlannedBlocks]) -> str:
-    """One row a linear; of several kinds of blocks the first column says which."""
+    """A table with a row for each linear; its first column names the blocks of several kinds."""
     header = ("linear of a block", "shape", "scheme", "group", "layout", "bits", "MB")
     rows = [
         (
@@ -114,7 +114,7 @@ def _table(kinds: Sequence[PlannedBlocks]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``0-2, 5`` of 0, 1, 2 and 5."""
+    """``numbers`` as text: 0, 1, 2 and 5 become ``0-2, 5``."""
     ends = [n for n in numbers if n + 1 not in numbers]
     starts = [n for n in numbers if n - 1 not in numbers]
     pairs = zip(starts, ends, strict=True)
@@ -136,7 +136,7 @@ def _not_served(job: Job) -> dict[str, str]:
 
 
 def _exports(job: Job) -> str:
-    """The formats that the result can be exported to, or why there are none."""
+    """A text on the formats that the result can be exported to, or on why there are none."""
     untied = {"tie_word_embeddings": False} if job.unties else {}
     try:
         names = formats_that_take(job.format, job.config | untied)
@@ -146,7 +146,7 @@ def _exports(job: Job) -> str:
 
 
 def _costs(planned: Plan) -> Iterator[str]:
-    """Memory, time and disk."""
+    """Lines on memory, time and disk."""
     took = f"time about {duration(planned.seconds)}"
     host = f"peak host memory about {bytes_text(planned.host_bytes)}"
     if not planned.place and not planned.device_bytes:

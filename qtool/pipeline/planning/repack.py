@@ -1,7 +1,7 @@
-"""The plan of repacking a model that is quantized already: bytes, memory and time.
+"""The plan of repacking a model that is already quantized: bytes, memory and time.
 
-Sizes are exact. They follow from the headers of its files, its zero points and its group indices;
-no codes are read.
+Sizes are exact. They follow from the headers of the model's files, its zero points and its group
+indices; no codes are read.
 """
 
 from math import prod
@@ -18,7 +18,7 @@ from qtool.pipeline.planning.plan import Plan, kinds, plain_host_bytes
 from qtool.pipeline.quantize import source_dtype
 from qtool.recipes import Recipe
 
-#: weights repacked a second on two CPU cores, reading and writing included
+#: weights a second that two CPU cores repack, reading and writing included
 WEIGHTS_PER_SECOND = 100e6
 
 
@@ -26,12 +26,12 @@ def plan_repack(directory: Path, recipe: Recipe, layout: str | None = None) -> P
     """The plan of importing the quantized checkpoint in ``directory``.
 
     Args:
-        recipe: that a model in 16 bits would be quantized by.
-        layout: of every linear.
+        recipe: the recipe by which a model in 16 bits would be quantized.
+        layout: layout of every linear.
 
     Raises:
-        QtoolError: what :func:`qtool.exchange.import_.import_checkpoint` refuses, or a directory
-            without the files that say how the model is packed.
+        QtoolError: as :func:`qtool.exchange.import_.import_checkpoint` does, or ``directory`` lacks
+            the files that say how the model is packed.
     """
     if not any((directory / name).exists() for name in (INDEX, SINGLE)):
         raise QtoolError(

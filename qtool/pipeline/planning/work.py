@@ -1,7 +1,7 @@
 """Counts the operations and bytes of a calibrated run, from config.json and recipe alone.
 
-:mod:`qtool.pipeline.planning.estimate` turns them into seconds, ``bench quantize`` into the least
-time a device allows.
+:mod:`qtool.pipeline.planning.estimate` turns them into seconds, and ``bench quantize`` into the
+least time that a device allows.
 """
 
 from collections import Counter
@@ -29,16 +29,16 @@ def block_shape(job: Job, block: int, samples: int, seqlen: int, itemsize: int =
 
 
 def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
-    """The work of a block, with the forward that makes the next block's inputs."""
+    """The work of a block, including the forward that makes the next block's inputs."""
     shape = block_shape(job, block, samples, seqlen)
     work = Work(
         read_bytes=sum(map(prod, job.block_shapes(block).values())) * job.source_dtype.itemsize,
         write_bytes=job.block_bytes(block),
-        # the float model's beside
+        # plus the float model's forward if the rounding compares with it
         forward_flops=(1 + job.rounding.compares) * shape.forward_flops(),
         packed_weights=2 * shape.weights,
     )
-    if job.balances_experts and job.needs_data:  # a look at the routers
+    if job.balances_experts and job.needs_data:  # a forward that observes the routers
         routed = (g.linears for g in shape.family.groups if g.routed)
         work += Work(forward_flops=shape.forward_flops() - sum(map(shape.linear_flops, routed)))
     for method in job.methods:
@@ -47,9 +47,9 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
 
 
 def work_of(job: Job, samples: int, seqlen: int) -> Work:
-    """The work of the whole run: all blocks, and embedding and head, which are read and written.
+    """The work of the whole run: all blocks, and reading and writing of embedding and head.
 
-    The outputs of the last block are not needed.
+    The outputs of the last block are not computed.
     """
     total = Work()
     for block, times in Counter(job.representatives).items():

@@ -1,18 +1,18 @@
-"""Adapts a built-in recipe to a model that cannot have all of it.
+"""Adapts a built-in recipe to a model that cannot have all of its methods.
 
-A recipe of the user's own is never changed: what it asks for and the family refuses is an error.
+A user's recipe is never changed; it is an error if it has a method that the family refuses.
 """
 
 from qtool.models import Family
 from qtool.pipeline.units import bytes_text
 from qtool.recipes import Recipe, Step
 
-#: of a checkpoint that a head apart from the embedding may take more before ``best`` keeps the tie
+#: ``best`` unties the head only if it adds at most this share to the tied checkpoint
 HEAD_SHARE = 0.05
 
 
 def for_family(recipe: Recipe, family: Family) -> Recipe:
-    """``recipe`` without the methods ``family`` refuses, each noted in ``Recipe.adaptations``."""
+    """``recipe`` without methods that ``family`` refuses; ``Recipe.adaptations`` names them."""
     if not recipe.built_in:
         return recipe
     for step in recipe.transforms:
@@ -27,17 +27,17 @@ def for_family(recipe: Recipe, family: Family) -> Recipe:
 
 
 def for_tied_head(recipe: Recipe, family: Family, head_bytes: int, untied_bytes: int) -> Recipe:
-    """``recipe``, which stores embedding and head apart, on a model that ties the two.
+    """``recipe``, which stores embedding and head apart, adapted to a model that ties the two.
 
-    One orthogonal Q serves both only where the final norm has equal weights in all channels that
-    it mixes: the head reads ``n diag(w)``, and ``Q^T diag(w) Q`` is no norm's weight. So ``best``
-    leaves the residual stream alone, and with it the tie, where the head takes more than
-    :data:`HEAD_SHARE` of the checkpoint or serving stacks know no head of its own. Any other
-    recipe is as it was, and says what the head takes.
+    One orthogonal Q fits both only if the final norm has equal weights in all channels that Q
+    mixes: the head reads ``n diag(w)``, and ``Q^T diag(w) Q`` is no norm's weight. So ``best``
+    keeps the residual stream and the tied head unchanged if the head takes more than
+    :data:`HEAD_SHARE` of the tied checkpoint, or if serving stacks know no separate head. Any other
+    recipe is unchanged and notes the size of the head.
 
     Args:
-        head_bytes: of the head.
-        untied_bytes: of the checkpoint with it.
+        head_bytes: bytes of the head.
+        untied_bytes: bytes of the checkpoint including the head.
     """
     tied_bytes = untied_bytes - head_bytes
     more = f"{bytes_text(head_bytes)} ({head_bytes / tied_bytes:.0%}) more"
@@ -63,7 +63,7 @@ def _rotates_heads(step: Step) -> bool:
 
 
 def _change(recipe: Recipe) -> str:
-    """What :func:`_unrotated` does to a recipe that rotates the residual stream."""
+    """A text on what :func:`_unrotated` changes in a recipe that rotates the residual stream."""
     step = recipe.step("rotate")
     assert step is not None
     heads = ": the residual stream left out, value heads alone are rotated"
@@ -72,7 +72,7 @@ def _change(recipe: Recipe) -> str:
 
 
 def _unrotated(recipe: Recipe, *, keep_final: bool = False) -> tuple[Step, ...]:
-    """The transforms of ``recipe`` where the residual stream keeps its outlier channels.
+    """The transforms of ``recipe`` without a rotation of the residual stream.
 
     Args:
         keep_final: the final norm keeps its weight, so that the head stays the embedding.

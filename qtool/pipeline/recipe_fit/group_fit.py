@@ -1,7 +1,7 @@
-"""Leaves a few linears in 16 bits where a built-in recipe's groups do not divide their inputs.
+"""Leaves a few linears in 16 bits if a built-in recipe's groups do not divide their inputs.
 
-A model has some narrow ones beside its attention and MLP (low-rank branches, per-layer embeddings).
-Where they are more than a few, a misfit is an error: another group size is another quantization,
+Some models have narrow linears beside attention and MLP (low-rank branches, per-layer embeddings).
+If more than a few linears do not fit, it is an error: another group size is another quantization,
 which a user chooses.
 """
 
@@ -12,14 +12,14 @@ from math import prod
 from qtool.pipeline.recipe_fit.tile_fit import role_pattern
 from qtool.recipes import LayerRule, Recipe
 
-#: of the weights of the linears
+#: largest share of the linears' weights that may stay in 16 bits
 FEW = 1 / 16
 
 
 def for_groups(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     """``recipe`` with a rule for the linears whose inputs its groups do not divide.
 
-    ``Recipe.adaptations`` says which.
+    ``Recipe.adaptations`` names them.
 
     Args:
         shapes: ``(N, K)`` of the linears of one block of each kind, by full name.

@@ -1,6 +1,6 @@
 """Checks that each layer rule of a recipe quantizes something.
 
-A misspelt role would leave its layers in 16 bits without a word.
+Otherwise a misspelt role would silently leave its layers in 16 bits.
 """
 
 import re
@@ -15,12 +15,12 @@ def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
 
     Args:
         names: full names of the linears that may be quantized.
-        example: one of them.
+        example: one of these names.
 
     Raises:
-        QtoolError: naming a rule that matches none, or none that earlier rules leave.
+        QtoolError: names a rule that matches no linear, or only linears that earlier rules match.
     """
-    if recipe.built_in:  # its rules name the linears of every family
+    if recipe.built_in:  # built-in rules name the linears of every family
         return
     rules = [re.compile(rule.match) for rule in recipe.layers]
     unused, shadowed = dict.fromkeys(range(len(rules))), dict.fromkeys(range(len(rules)))

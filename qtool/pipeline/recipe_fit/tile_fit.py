@@ -1,10 +1,10 @@
-"""Chooses row-major where a built-in recipe's layout does not fit a weight.
+"""Chooses row-major if a built-in recipe's layout does not fit a weight.
 
-The numbers are the same; there is no kernel for them.
+The quantized weights are the same, but no kernel runs them.
 
-Tiny models have linears of 32 rows, Falcon-like ones fused rows of any number. A layout that was
-chosen by name (``--layout``, a recipe of the user's own) is never exchanged: there a misfit is
-an error. Group sizes are :mod:`.group_fit`'s.
+Tiny models have linears of 32 rows, and Falcon-like models fused linears of any number of rows. A
+layout that the user chose by name (``--layout``, a recipe file) is never replaced: a weight that
+does not fit it is an error. :mod:`.group_fit` handles group sizes.
 """
 
 import re
@@ -20,7 +20,7 @@ from qtool.recipes import LayerRule, Recipe
 def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     """``recipe`` with a row-major rule before each rule whose layout does not fit all its linears.
 
-    ``Recipe.adaptations`` gets a sentence for each.
+    ``Recipe.adaptations`` gets a sentence for each such rule.
 
     Args:
         shapes: ``(N, K)`` of the linears of a model, by full name.
@@ -50,7 +50,7 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
 
 
 def _fits(rule: LayerRule, n: int, k: int) -> bool:
-    """Whether the layout takes ``[n, k]``, or no row-major one could; group sizes do not matter."""
+    """Whether the layout takes ``[n, k]``; also True if row-major would not take it either."""
     if rule.layout is None or (rule.group_size and k % rule.group_size):
         return True
     if (layout := layouts.get(rule.layout)).bits not in BY_BITS:
@@ -63,7 +63,7 @@ def _fits(rule: LayerRule, n: int, k: int) -> bool:
 
 
 def role_pattern(name: str) -> str:
-    """A pattern for the linears like ``name``: its name within the block, any expert."""
+    """A regex for linears like ``name``: its name within the block, with any expert's number."""
     parts = name.split(".")
     block = next(index for index, part in enumerate(parts) if part.isdigit())
     return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts[block + 1 :])

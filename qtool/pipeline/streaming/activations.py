@@ -1,7 +1,7 @@
 """Keeps calibration activations between two blocks: on the device, on the host, or in a file.
 
-They are all that grows with the number of calibration tokens: tokens x hidden size, in the dtype of
-forwards, and what else the model's blocks hand on. A file is mapped into memory, laid out on disk
+Only they grow with the number of calibration tokens: tokens x hidden size in the dtype of forwards,
+and further tensors that the model's blocks pass on. A file is mapped into memory, allocated on disk
 in full before the first byte is used, and dropped from memory after each use.
 """
 
@@ -27,7 +27,7 @@ from qtool.pipeline.planning.memory import (
 )
 from qtool.pipeline.units import bytes_text
 
-#: places, and how a sentence about each ends
+#: places, each with the end of a sentence about it
 PLACES = {
     "device": "on the device",
     "both": "on the device and, where it has no room, in host memory",
@@ -39,8 +39,8 @@ PLACES = {
 def place_for(job: Job, tokens: int, window: int, device: torch.device) -> tuple[str, float]:
     """The place for the activations of ``tokens``, in windows of ``window``, on this machine.
 
-    Ranks on one machine share its memory evenly. Beside the place are the bytes that the device has
-    for them.
+    Ranks on one machine share its memory evenly. The result also has the bytes of the device that
+    are free for activations.
     """
     host_free = host_memory()[1] / ranks.local_size()
     device_free = gpu_memory(device)[1] if device.type == "cuda" else host_free
@@ -51,12 +51,12 @@ def place_for(job: Job, tokens: int, window: int, device: torch.device) -> tuple
 def device_room(
     job: Job, tokens: int, window: int, device: torch.device, device_free: float
 ) -> float:
-    """Bytes of ``device`` that a block's memory leaves to activations."""
+    """Bytes of ``device`` that are left for activations beside a block's memory."""
     return max(0.0, DEVICE_SHARE * device_free - working_bytes(job, tokens, window, device))
 
 
 def described(job: Job, tokens: int, window: int, device: torch.device, place: str) -> str:
-    """One line for plans and logs."""
+    """One line about the activations and their place, for plans and logs."""
     size = bytes_text(activation_bytes(job, tokens, window, device))
     return f"calibration activations: {size}, kept {PLACES[place]}"
 
@@ -79,9 +79,9 @@ class Activations:
 
     Args:
         place: a key of :data:`PLACES`.
-        dtype: dtype in which they are kept; None: as they come.
-        directory: for the file of each batch, if ``place`` is ``disk``.
-        room: bytes of the device for them, if ``place`` is ``both``.
+        dtype: dtype in which activations are kept; None keeps their own.
+        directory: directory for the files of each batch, if ``place`` is ``disk``.
+        room: bytes of the device for activations, if ``place`` is ``both``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Activations:
         self.count = 0
 
     def batch(self, tensors: Mapping[str, Tensor], kwargs: BlockArguments, axis: int = 0) -> Batch:
-        """A batch of hidden states ``[B, S, H]`` and what else is passed on, moved to its place.
+        """A batch of hidden states ``[B, S, H]`` and other passed tensors, moved to its place.
 
         Raises:
             NoSpace: the disk is full.
@@ -114,7 +114,7 @@ class Activations:
 
 
 class HostBatch(Batch):
-    """Activations in pinned memory, which outputs are copied to without waiting."""
+    """Activations in pinned memory, to which outputs are copied without waiting."""
 
     def stored(self, name: str, tensor: Tensor) -> Tensor:
         room = self.room(name, tensor)
@@ -125,7 +125,7 @@ class HostBatch(Batch):
 
 @dataclass
 class DiskBatch(Batch):
-    """Activations in mapped files, one a tensor; ``path`` is their name."""
+    """Activations in mapped files, one for each tensor; ``path`` is the stem of their names."""
 
     path: Path = Path()
     mapped: dict[str, mmap.mmap] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class DiskBatch(Batch):
         """A file of ``nbytes``, mapped."""
         try:
             with self.path.open("w+b") as file:
-                self.path.unlink()  # its space is free again when the run ends, however it ends
+                self.path.unlink()  # frees the space when the run ends, even if it is killed
                 os.posix_fallocate(file.fileno(), 0, nbytes)
                 mapped = mmap.mmap(file.fileno(), nbytes)
         except OSError as error:

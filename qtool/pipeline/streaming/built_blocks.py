@@ -1,10 +1,10 @@
 """Blocks that are built as modules, transformed, rounded and run.
 
-Each is rewritten by the transforms and rounded; its *packed* tensors are then unpacked as the block
-that computes the next one's inputs. A resumed run reads these from the written blocks and sees the
-same numbers to the bit.
+Transforms rewrite each block, and the rounding rounds it. Its *packed* tensors are then unpacked
+into the block that computes the next block's inputs. A resumed run reads the packed tensors of the
+written blocks and computes the same numbers to the bit.
 
-On CUDA forwards are in the model's 16-bit dtype; the weights that methods change lie beside them in
+On CUDA forwards are in the model's 16-bit dtype; the weights that methods change are also kept in
 float32.
 """
 
@@ -55,12 +55,12 @@ class BuiltBlocks:
     Args:
         tokens: calibration token batches ``[B, S]`` of all ranks; empty if no method looks at
             activations.
-        activations: where the batches are kept.
-        snapshots: writes them to disk block by block.
-        start: the first block that anything is computed of.
-        kept: this rank's inputs of it on disk, by path and number of the batch
+        activations: the place in which the batches are kept.
+        snapshots: writes the batches to disk block by block.
+        start: the first block that is computed.
+        kept: this rank's inputs of block ``start`` on disk, by path and number of the batch
             (:mod:`~qtool.pipeline.streaming.snapshots`); without them ``start`` is 0.
-        phases: where time is recorded.
+        phases: timer that records the time of each phase.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class BuiltBlocks:
         own = ranks.local_items(tokens)
         shapes = [(len(ids), ids.shape[1]) for ids in tokens]
         self.batches = Batches(self._first_inputs(own, activations) if own else [], shapes)
-        #: the same batches in the float model, where they enter block ``self.reached``
+        #: the same batches in the float model, as inputs of block ``self.reached``
         self.references = [
             activations.batch(self._kept("float", i) if kept else b.tensors, b.kwargs, b.axis)
             for i, b in enumerate(self.batches)
             if job.rounding.compares
         ]
         self.reached = start
-        #: whether there are references: they may all be other ranks'
+        #: whether the run has references; all of them may belong to other ranks
         self.compares = job.needs_data and job.rounding.compares
         #: whether outputs are written over inputs
         self.overwrites = activations.place != "device"
@@ -102,8 +102,8 @@ class BuiltBlocks:
     def _first_inputs(self, tokens: Sequence[Tensor], activations: Activations) -> list[Batch]:
         """The inputs of the first block that is computed, and the other arguments of all blocks.
 
-        They are those on disk, else what the embedding makes of the tokens: its rows of the tokens
-        that occur. The arguments may be made of these too (the per-layer inputs of Gemma 3n).
+        The inputs are read from disk or else computed by the embedding, which is filled with the
+        rows of the tokens that occur. The arguments may need these rows too (Gemma 3n).
         """
         job, tables = self.job, self.job.family.tables
         occurring = torch.cat([ids.flatten() for ids in tokens]).unique()
@@ -136,7 +136,7 @@ class BuiltBlocks:
         return batches
 
     def _fill_outside(self) -> None:
-        """Give the model what text passes beside tables and blocks (norms, projections)."""
+        """Load the tensors outside tables and blocks that a text forward reads (norms, ...)."""
         for name in self.job.family.read_of_text:
             owner, _, part = name.rpartition(".")
             tensor = self.source.read(name).to(self.device)
@@ -149,7 +149,7 @@ class BuiltBlocks:
                 module._buffers[part] = tensor
 
     def _kept(self, path: str, number: int) -> dict[str, Tensor]:
-        """What is on disk of this rank's batch ``number`` on one of the two paths, by name."""
+        """The tensors on disk of this rank's batch ``number`` on one of the two paths, by name."""
         assert self.kept is not None
         own = f"{path}.{number}."
         return {
@@ -161,11 +161,11 @@ class BuiltBlocks:
     def tensors(
         self, index: int, following: int | None, spec: Mapping[str, Tensor], notes: dict[str, Any]
     ) -> Iterable[tuple[str, Tensor]]:
-        """Transform and round block ``index``; returns what it stores, in the order of ``spec``.
+        """Transform and round block ``index``; returns its tensors in the order of ``spec``.
 
         Args:
             following: the block whose weights are read meanwhile.
-            notes: the notes that are filled.
+            notes: the block's notes, which are added to.
         """
         job, prefix = self.job, self.job.full(index, "")
         block, formats = self._transformed(index, following, notes)
@@ -193,7 +193,7 @@ class BuiltBlocks:
     def _packed(
         self, block: Block, formats: Mapping[str, LinearFormat], rounded: dict[str, Rounded]
     ) -> Iterator[tuple[str, Tensor]]:
-        """``(full name, tensor)`` of all packed linears; ``rounded`` is emptied on the way."""
+        """``(full name, tensor)`` of all packed linears; ``rounded`` is emptied meanwhile."""
         job, prefix = self.job, self.job.full(block.index, "")
         turns = list(_packed_at_once(formats, job.linears(block.index), self.device))
         for names in ranks.local_items(turns):
@@ -215,7 +215,7 @@ class BuiltBlocks:
     ) -> tuple[Block, dict[str, LinearFormat]]:
         """Block ``index`` after all transforms, and the formats of its linears.
 
-        Beside it is the float model's where the rounding looks at it.
+        The block has a ``reference``, the float model's block, if the rounding compares with it.
         """
         job = self.job
         block, formats = self._built(index, following, notes)
@@ -254,7 +254,7 @@ class BuiltBlocks:
         with phase("read"):
             weights = self._moved(self.read_ahead.block(index, following))
             module = self._module(index, weights, self.compute or torch.float32)
-            # of a source with some tensors in float32 (a router's bias) the module has them rounded
+            # if the source has some tensors in float32 (a router's bias), the module rounds them
             floats = weights.items() if self.compute else ()
             exact = {n: w.float() for n, w in floats if w.is_floating_point()}
         formats = job.formats(index)
@@ -273,18 +273,18 @@ class BuiltBlocks:
         return block, formats
 
     def _advance(self, block: Block) -> None:
-        """Run the float model's ``block`` on its batches: they enter the next one."""
+        """Run the float model's ``block`` on its batches, which become the next block's inputs."""
         self.snapshots.settle()
         if block.reference and self._leads_on(block):
             block.reference.propagate()
             block.reference, self.reached = None, block.index + 1
 
     def _before_inputs_change(self) -> None:
-        if any(ranks.all_gather(self.overwrites)):  # to settle takes all ranks
+        if any(ranks.all_gather(self.overwrites)):  # all ranks must call settle
             self.snapshots.settle()
 
     def _leads_on(self, block: Block) -> bool:
-        """Whether another block reads what ``block`` hands on."""
+        """Whether another block reads the outputs of ``block``."""
         return block.index < self.job.blocks - 1
 
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
@@ -391,7 +391,7 @@ def _packed_at_once(
 
 
 def as_computed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` in the dtype of a forward; on ``meta``, and of whole numbers, as it is."""
+    """``tensor`` in the dtype of a forward; integers and ``meta`` tensors stay unchanged."""
     return tensor.to(dtype) if tensor.is_floating_point() and not tensor.is_meta else tensor
 
 

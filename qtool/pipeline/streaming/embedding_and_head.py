@@ -1,7 +1,7 @@
 """Rewrites embedding, final norm and head by the transforms, a few rows at a time on a device.
 
-The transforms get them in float32 and they are rounded once, to the dtype of the result, whatever
-the source's is.
+The transforms get the rows in float32, whatever the source's dtype is, and the rows are rounded
+once, to the dtype of the result.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from qtool.pipeline.job import Job
 
 
 def tables(source: Checkpoint, job: Job, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """``(name, rows)`` of the embedding of the result, and of learned positions, in pieces."""
+    """``(name, rows)`` of the result's embedding and learned positions, a few rows at a time."""
     for module in job.family.tables:
         name = f"{module}.weight"
         for rows in _rows(source, name, device):
@@ -25,9 +25,9 @@ def tables(source: Checkpoint, job: Job, device: torch.device) -> Iterator[tuple
 
 
 def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Tensor:
-    """Rows ``wanted [n]`` (sorted) of one table of the result, ``[n, H]``, where ``wanted`` is.
+    """Rows ``wanted [n]`` (sorted) of one table of the result, ``[n, H]``, on wanted's device.
 
-    The others are read and dropped.
+    The other rows are read and dropped.
     """
     name, start, found = f"{module}.weight", 0, []
     for rows in _rows(source, name, wanted.device):
@@ -52,7 +52,7 @@ def _embedded(rows: Tensor, job: Job) -> Tensor:
 
 
 def head(source: Checkpoint, job: Job, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Final norm, rows of the head unless it stays tied, and tensors the family does not know."""
+    """The final norm, the head's rows unless it stays tied, and tensors unknown to the family."""
     yield from _norm_and_head(source, job, device)
     for name in job.family.outside:
         yield name, source.read(name)
@@ -65,7 +65,7 @@ def _norm_and_head(
 ) -> Iterator[tuple[str, Tensor]]:
     family = job.family
     head_name = f"{family.head}.weight"
-    norms = [_final_norm(source, job)]  # before each transform, and after the last
+    norms = [_final_norm(source, job)]  # the norm before each transform, and after the last one
     for transform in job.transforms:
         norms.append(transform.final_norm(norms[-1]))
     for part, stored in norms[-1].stored().items() if family.final_norm else ():
@@ -87,7 +87,7 @@ def _final_norm(source: Checkpoint, job: Job) -> Norm:
         _widened(require_finite(name, source.read(name))) if name in source else None
         for name in parts
     )
-    if weight is None:  # a norm without a weight: no transform touches it
+    if weight is None:  # no transform changes a norm without a weight
         weight = torch.ones(job.family.dimensions(job.namespace)["hidden"])
     return Norm.of(weight, bias, job.family.norm_offset)
 
@@ -96,7 +96,7 @@ def as_stored(name: str, tensor: Tensor, job: Job) -> Tensor:
     """``tensor`` in the dtype in which the result stores it under its full ``name``.
 
     Raises:
-        QtoolError: values beyond what float16 holds, where the model is cast to it.
+        QtoolError: the model is cast to float16, which does not hold some value.
     """
     cast = tensor.to(job.stored_dtype(name))
     if cast.dtype == torch.float16 != tensor.dtype and not is_finite(cast):

@@ -1,4 +1,4 @@
-"""Checks of what methods, another package's too, leave behind in a block."""
+"""Checks the blocks and notes that methods leave behind, also methods of other packages."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job
     """Let ``transform`` rewrite ``block`` in place.
 
     Raises:
-        QtoolError: it returns something instead, or gives a tensor another shape.
+        QtoolError: the transform returns something instead, or gives a tensor another shape.
     """
     if (returned := transform.apply(block, batches)) is not None:  # type: ignore[func-returns-value]
         raise QtoolError(
@@ -34,10 +34,10 @@ def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job
 
 
 def require_stored(block: Block, job: Job) -> None:
-    """Refuse what transforms noted of ``block`` where nothing would come of it.
+    """Refuse decisions of transforms about ``block`` that the result could not store.
 
     Raises:
-        QtoolError: naming the linear.
+        QtoolError: names the linear.
     """
     for name in block.permutations:
         full = job.full(block.index, name)
@@ -75,7 +75,7 @@ def require_json(notes: Mapping[str, Any]) -> None:
     """Refuse notes that cannot be written.
 
     Raises:
-        QtoolError: naming the method.
+        QtoolError: names the method.
     """
     for method, noted in notes.items():
         try:
@@ -86,9 +86,9 @@ def require_json(notes: Mapping[str, Any]) -> None:
 
 @contextmanager
 def naming_too_large(block: Block, prefix: str) -> Iterator[None]:
-    """Let an error name the weight that is not finite, where there is one.
+    """Let an error name the weight that is not finite, if there is one.
 
-    ``prefix``: of the names within the block.
+    ``prefix`` is put before the names within the block.
     """
     try:
         yield

@@ -2,12 +2,12 @@
 
 A shard counts once its record is on disk.
 
-Embedding and head, which no block depends on, are written first, beside the first blocks. A resumed
-run starts at the newest block whose inputs are on disk; a block from there on that is written
-already is only run, on what its shard holds, for the inputs of the next one.
+Embedding and head, on which no block depends, are written first, while the first blocks are made. A
+resumed run starts at the newest block whose inputs are on disk. A later block that is already
+written is only run, with the weights of its shard, to compute the inputs of the next one.
 
-Of several ranks each writes every R-th shard. Plain blocks it makes alone, the others all ranks
-make together.
+Each of R ranks writes every R-th shard. It makes plain blocks alone; all ranks make the other
+blocks together.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,8 +43,8 @@ from qtool.pipeline.streaming.snapshots import Snapshots
 from qtool.pipeline.streaming.streamed_blocks import StreamedBlocks
 from qtool.progress import Progress
 
-#: bytes of the widest 16-bit input of a linear, for one batch on a GPU: Hessians are added to once
-#: a batch
+#: bytes of a batch's widest 16-bit input of a linear on a GPU; large batches add to Hessians less
+#: often
 WIDEST_INPUT = 1 << 29
 
 
@@ -52,7 +52,7 @@ class Shards:
     """The shards of ``job``: the embedding, one a block, final norm and head.
 
     Args:
-        phases: that time is recorded in.
+        phases: timer that records the time of each phase.
         progress: called after each shard with (done, total, notes).
     """
 
@@ -77,7 +77,7 @@ class Shards:
 
         Args:
             tokens: calibration batches ``[B, S]``.
-            activations: where they are kept, or ``auto``.
+            activations: the place in which activations are kept, or ``auto``.
 
         Raises:
             Interrupted: the device has too little memory for a block, or the disk for a shard.
@@ -118,7 +118,7 @@ class Shards:
         missing: Sequence[int],
         writer: WriteBehind,
     ) -> None:
-        """Make the block of ``shard`` if it is missing; run it if a later one is."""
+        """Make the block of ``shard`` if it is missing; run it if a later shard is missing."""
         following = next((other for other in missing if other > shard), None)
         tensors: Iterable[tuple[str, Tensor]] | None = None
         if shard in missing:
@@ -141,9 +141,9 @@ class Shards:
         writer.submit(self._putting(shard, tensors, notes), partial(self._written, shard))
 
     def _batches(self, tokens: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The calibration batches, larger on a GPU, each of some iterations of an optimizer.
+        """The calibration batches, larger on a GPU, each of whole iterations of an optimizer.
 
-        They are the same for every number of ranks.
+        The batches are the same for every number of ranks.
         """
         iteration, cuda = self.job.rounding.iteration, self.device.type == "cuda"
         if len({ids.shape[1] for ids in tokens}) != 1 or not (cuda or iteration > 1):
@@ -173,7 +173,7 @@ class Shards:
             if activations == "auto":
                 activations, room = place_for(self.job, *sizes, self.device)
             elif activations == "host" and self.device.type == "cpu":
-                activations = "device"  # whose memory is the host's
+                activations = "device"  # its memory is the host's
             ranks.log(described(self.job, *sizes, self.device, activations))
         place = Activations(
             activations, compute_dtype(self.job, self.device), self.output.partial / RUN, room
@@ -189,10 +189,10 @@ class Shards:
         return start, blocks
 
     def _learn(self, tokens: Sequence[Tensor], snapshots: Snapshots) -> None:
-        """Let the transforms that learn of all blocks do so; the first of several ranks does.
+        """Let the transforms that learn from all blocks do so, on the first of several ranks.
 
-        They see :data:`LEARNING_SEQUENCES`, which stay on the device. What was learned is kept, so
-        that a resumed run has the same.
+        They see :data:`LEARNING_SEQUENCES` sequences, which stay on the device. The learned tensors
+        are kept on disk, so that a resumed run has the same.
         """
         job, output = self.job, self.output
         place = Activations("device", compute_dtype(job, self.device), output.partial / RUN)
@@ -231,8 +231,8 @@ class Shards:
     ) -> Callable[[], None]:
         """A function that writes ``shard`` in another thread.
 
-        The copy from a GPU waits for ``tensors``; the GPU does not wait for the copy. Where weights
-        are rounded one by one nothing runs beside that thread, which rounds them too.
+        The copy from a GPU waits for ``tensors``; the GPU does not wait for the copy. If weights
+        are rounded one by one, that thread also rounds them and runs alone.
         """
         ready = (
             torch.cuda.current_stream(self.device).record_event()
@@ -253,7 +253,7 @@ class Shards:
         return put
 
     def _written(self, shard: int) -> None:
-        self.done = min(self.done + ranks.size(), len(self.specs))  # the other ranks keep step
+        self.done = min(self.done + ranks.size(), len(self.specs))  # other ranks are as far
         self.phases.settle()
         behind = {f"{name}, beside": seconds for name, seconds in self.phases.beside.items()}
         self.record.attempt.phases = {**self.phases.seconds, **behind}
@@ -267,7 +267,7 @@ def _stored(path: Path) -> Iterable[tuple[str, Tensor]]:
 
 
 def _first(tokens: Sequence[Tensor], sequences: int) -> Iterator[Tensor]:
-    """The batches of the first ``sequences``, the last one cut."""
+    """Batches of the first ``sequences`` sequences; the last batch is cut."""
     for ids in tokens:
         if sequences > 0:
             yield ids[:sequences]

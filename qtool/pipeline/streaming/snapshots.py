@@ -1,11 +1,12 @@
 """Stores the activations that enter a block, so that a killed run continues there.
 
-While a block is computed its inputs are only read. Meanwhile the thread that writes shards copies
-them to the run's directory, after the shards of all blocks before: so whole activations imply whole
-shards. Only the newest are kept. Those that are not whole when the block's outputs take their place
-are given up, unless waiting for them costs a small share of the run.
+While a block is computed, its inputs are only read. Meanwhile the thread that writes shards copies
+the inputs to the run's directory, after the shards of all earlier blocks, so complete activations
+imply complete shards. Only the newest activations are kept. If a copy is not complete when the
+block's outputs overwrite the inputs, it is given up, unless the wait for it is a small share of the
+run.
 
-Each rank keeps the activations of its own batches; they count where all ranks have them.
+Each rank keeps the activations of its own batches; they are used only if all ranks have them.
 """
 
 import re
@@ -28,9 +29,9 @@ from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.units import bytes_text
 
 NAME = "activations"
-#: of a run's time that may be spent waiting for activations to be written, and seconds beside it
+#: share of a run's time that may be spent waiting for activations to be written, plus seconds
 SHARE, ALLOWANCE = 0.02, 1.0
-#: bytes a second that a write is taken to reach before it has shown its own speed
+#: assumed bytes a second of a write before its own speed is known
 EXPECTED_SPEED = 1e9
 
 
@@ -56,9 +57,9 @@ class Snapshot:
         self.started, self.done, self.given_up = 0.0, 0, Event()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What enters the block, of all batches, by sequences; stops once they are given up.
+        """The block's inputs in all batches, sequence by sequence, until they are given up.
 
-        A sequence from a GPU comes through pinned memory, and is there until the next.
+        A sequence from a GPU is in pinned memory, which the next sequence overwrites.
         """
         self.started = time.monotonic()
         on_gpu = [tensor[:1].nbytes for tensor in self.inputs.values() if tensor.is_cuda]
@@ -73,7 +74,7 @@ class Snapshot:
                 self.done += part.nbytes
 
     def seconds_left(self) -> float:
-        """Seconds that the write still takes, by the speed that it has reached."""
+        """Seconds that the write still takes at its speed so far."""
         if not self.done:
             return self.nbytes / EXPECTED_SPEED
         return (time.monotonic() - self.started) * (self.nbytes / self.done - 1)
@@ -83,9 +84,9 @@ class Snapshots:
     """Writes the activations that enter each block and finds those of an earlier run.
 
     Args:
-        writer: the thread that writes shards too.
-        missing_bytes: what the missing shards will take on the disk.
-        timed: a context that measures the writing.
+        writer: the thread that also writes shards.
+        missing_bytes: function that returns the bytes that missing shards will take on the disk.
+        timed: function that returns a context which measures the writing.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Snapshots:
         self._began, self._waited, self._full = time.monotonic(), 0.0, False
 
     def newest(self, block: int) -> tuple[int, dict[str, Entry]] | None:
-        """The last block up to ``block`` whose inputs all ranks have, and this rank's by name."""
+        """The last block up to ``block`` whose inputs all ranks have, and this rank's inputs."""
         own = {}
         for name in self.output.kept_names(f"{NAME}-"):
             number, *owner = _numbers(name)
@@ -123,7 +124,7 @@ class Snapshots:
     def take(self, block: int, **paths: Sequence[Batch]) -> None:
         """Begin to write the inputs of ``block``: batches by the name of their path.
 
-        They must not change before :meth:`settle`.
+        The batches must not change before :meth:`settle`.
         """
         snapshot = Snapshot(block, paths)
         free = shutil.disk_usage(self.output.partial).free
@@ -152,9 +153,9 @@ class Snapshots:
         self._pending = snapshot, self.writer.submit_optional(write)
 
     def settle(self) -> None:
-        """Let the activations change: those being written are finished or given up, on all ranks.
+        """Finish or give up the current write on all ranks, so that activations may change.
 
-        Earlier ones are removed where all ranks have the new ones.
+        If all ranks have the new activations, the earlier ones are removed.
         """
         if self._pending is None:
             return
