@@ -1,6 +1,6 @@
-"""Calibration: one file a method; recipes name them by these tables.
+"""Calibration: one file for each method; these tables have the names by which recipes use them.
 
-Three of them work on plain tensors too: :func:`gptq`, :func:`smooth_factors` and :func:`rotation`.
+Three methods work on plain tensors too: :func:`gptq`, :func:`smooth_factors`, :func:`rotation`.
 """
 
 from qtool.calibration.method import Rounding, Transform

@@ -1,4 +1,4 @@
-"""Batches of what flows through the blocks: hidden states, and what else blocks hand on.
+"""Batches of activations between blocks: hidden states, and other tensors that blocks pass on.
 
 Legend: B sequences in a batch, S tokens, H hidden size.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import; `plan` needs none of 
     from transformers import PreTrainedModel
 
 
-#: the hidden states among the tensors that a block hands on
+#: the name of the hidden states among the tensors that a block passes on
 HIDDEN = "hidden"
 
 
@@ -25,8 +25,8 @@ HIDDEN = "hidden"
 class BlockArguments:
     """All blocks' arguments beside the hidden states.
 
-    ``axes``: the same structure, with the dimension of each tensor along which sequences follow one
-    another; None where all share it.
+    ``axes`` has the structure of the arguments; for each tensor it holds the dimension of the
+    sequences, or None if all sequences share the tensor.
     """
 
     values: Sequence[dict[str, Any]]
@@ -36,7 +36,7 @@ class BlockArguments:
         return self.values[block]
 
     def part(self, sequences: slice, size: int) -> "BlockArguments":
-        """Those of some of ``size`` sequences."""
+        """The arguments of some of ``size`` sequences."""
         return BlockArguments(_cut(self.values, self.axes, sequences, size), self.axes)
 
 
@@ -44,11 +44,14 @@ class BlockArguments:
 class Batch:
     """Hidden states ``[B, S, H]`` entering a block, and the other arguments of all blocks.
 
-    ``passed``: what else the blocks before hand on, by name (:mod:`qtool.models.passed`).
-    ``more``: bool ``[B, S, E]``, tokens that experts observe beside those routed to them.
-    ``axis``: of the sequences in ``hidden``; 1 of Gemma 3n's ``[streams, B, S, H]`` and of XLNet's
-    ``[S, B, H]``, 0 of DeepSeek-V4's ``[B, S, streams, H]``. S may be more than the tokens: CPM-Ant
-    puts a prompt before them.
+    Attributes:
+        hidden: the hidden states.
+        kwargs: the other arguments of all blocks.
+        passed: other tensors that earlier blocks pass on, by name (:mod:`qtool.models.passed`).
+        more: bool ``[B, S, E]``, tokens that experts observe besides the tokens routed to them.
+        axis: dimension of the sequences in ``hidden``: 1 in Gemma 3n's ``[streams, B, S, H]`` and
+            in XLNet's ``[S, B, H]``, 0 in DeepSeek-V4's ``[B, S, streams, H]``. S may be more than
+            the tokens: CPM-Ant puts a prompt before them.
     """
 
     hidden: Tensor
@@ -65,7 +68,7 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that the block before handed on."""
+        """All tensors that the previous block passed on, by name."""
         return {HIDDEN: self.hidden, **self.passed}
 
     def halves(self) -> Iterator["Batch"]:
@@ -75,7 +78,7 @@ class Batch:
             yield self.part(part)
 
     def part(self, sequences: slice) -> "Batch":
-        """Some of the sequences."""
+        """A batch of some of the sequences."""
         size, _ = self.shape
         kwargs = self.kwargs.part(sequences, size)
         passed = {name: tensor[sequences] for name, tensor in self.passed.items()}
@@ -84,36 +87,36 @@ class Batch:
         return Batch(hidden, kwargs, passed, more, self.axis)
 
     def joined(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """What a block hands on, from what it does of some sequences each."""
+        """The outputs of a block for all sequences, from its outputs for parts of them."""
         return {
             name: torch.cat([part[name] for part in parts], self.axis if name == HIDDEN else 0)
             for name in parts[0]
         }
 
     def keep(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all that was handed on by ``tensors``, in the place where it is stored."""
+        """Replace all passed tensors by ``tensors``, in the place where the batch is stored."""
         stored = {name: self.stored(name, tensor) for name, tensor in tensors.items()}
         self.hidden, self.passed = stored.pop(HIDDEN), stored
 
     def stored(self, name: str, tensor: Tensor) -> Tensor:
-        """``tensor`` in the batch's place, where there may be room for it under its name."""
+        """``tensor`` moved to the batch's place; it may overwrite the tensor ``name`` there."""
         return tensor.to(self.hidden.device)
 
     def room(self, name: str, tensor: Tensor) -> Tensor | None:
-        """What the batch has under this name, if it has the shape and dtype of ``tensor``."""
+        """The batch's tensor ``name`` if it has the shape and dtype of ``tensor``, else None."""
         own = self.tensors.get(name)
         fits = own is not None and (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
         return own if fits else None
 
     def plain(self) -> "Batch":
-        """What of it goes to other ranks."""
+        """The batch in the form in which it is sent to other ranks."""
         return Batch(self.hidden, self.kwargs, self.passed, axis=self.axis)
 
 
 class Batches(list[Batch]):
     """This rank's share of the calibration batches.
 
-    ``shapes``: ``(B, S)`` of the batches of all ranks, in order.
+    ``shapes`` holds ``(B, S)`` of the batches of all ranks, in order.
     """
 
     def __init__(self, own: Iterable[Batch], shapes: Iterable[tuple[int, int]]) -> None:
@@ -122,7 +125,7 @@ class Batches(list[Batch]):
 
 
 def axes_of(one: Any, two: Any) -> Any:
-    """The :attr:`BlockArguments.axes` of an argument, given for one sequence and for two."""
+    """The :attr:`BlockArguments.axes` of an argument, from its values for one and two sequences."""
     if isinstance(one, Tensor):
         sizes = enumerate(zip(one.shape, two.shape, strict=True))
         return next((axis for axis, (single, double) in sizes if double == 2 * single > 0), None)
@@ -136,7 +139,7 @@ def axes_of(one: Any, two: Any) -> Any:
 def _cut(value: Any, axes: Any, part: slice, size: int) -> Any:
     """``value`` with the tensors in it cut to some of ``size`` sequences along ``axes``.
 
-    A sequence may have several rows there, as in ALiBi's ``[B H, 1, S]``.
+    A sequence may have several rows in this dimension, as in ALiBi's ``[B H, 1, S]``.
     """
     if isinstance(value, Tensor):
         if axes is None:
@@ -170,8 +173,8 @@ def first_inputs(
 ) -> list[Batch]:
     """The inputs of block 0 and the other arguments of all blocks, for each ``tokens [B, S]``.
 
-    ``model`` is a skeleton whose embedding is filled; its blocks need no weights. ``keep`` makes a
-    batch of both.
+    ``model`` is a skeleton with a filled embedding; its blocks need no weights. ``keep`` makes a
+    batch from the hidden states and the arguments.
     """
     batches = []
     alone, twice = (block_arguments(model, family, tokens[0][:1].repeat(n, 1)) for n in (1, 2))

@@ -1,7 +1,7 @@
-"""The units that a method's work and memory are counted in, and the block they are counted for.
+"""The units of a method's work and memory, and the shape of a block for which they are counted.
 
-A method states both (``Method.work``, ``Method.held_bytes``); ``qtool plan`` adds them up and turns
-them into seconds.
+A method states both (``Method.work``, ``Method.held_bytes``); ``qtool plan`` adds them up and
+converts the work into seconds.
 
 Legend: N x K a linear's weight.
 """
@@ -23,20 +23,21 @@ class Work:
     """The work of a method on one block, of a block, or of a whole run.
 
     Attributes:
-        read_bytes: from files.
-        write_bytes: to files.
-        forward_flops: of forwards on tensor cores; a multiplication and an addition count as two.
-        hessian_flops: of Hessians, on tensor cores too.
-        learning_flops: of iterations that learn, on tensor cores too.
-        learning_weights: weights that learn, once for each iteration: the straight-through
-            estimator, Adam and launches beside its forwards.
+        read_bytes: bytes read from files.
+        write_bytes: bytes written to files.
+        forward_flops: operations of forwards on tensor cores; a multiplication and an addition
+            count as two.
+        hessian_flops: operations of Hessians, on tensor cores too.
+        learning_flops: operations of learning iterations, on tensor cores too.
+        learning_weights: weights that learn, counted once an iteration, for the straight-through
+            estimator, Adam and kernel launches outside of forwards.
         search_weights: weights quantized and dequantized, over all candidates of all searches.
-        search_flops: of the outputs that the candidates are judged by.
-        search_tries: stacks of linears that a candidate was tried on: each takes some fifty
-            launches, whatever its size.
-        rounding_flops: of factors, sweeps and errors, float32.
-        rounding_weights: weights looked at by the rounding's own search.
-        rounding_panels: panels of columns swept one after another, launches again.
+        search_flops: operations of the outputs by which candidates are compared.
+        search_tries: candidates, counted once for each stack of linears on which they are tried: a
+            try takes some fifty kernel launches, whatever its size.
+        rounding_flops: float32 operations of factors, sweeps and errors.
+        rounding_weights: weights processed by the rounding's own search.
+        rounding_panels: panels of columns, swept one after another; they count kernel launches.
         packed_weights: weights packed, and unpacked again to compute the next block's inputs.
     """
 
@@ -68,8 +69,8 @@ class BlockShape:
     """A block and its calibration text in numbers.
 
     Attributes:
-        family: as this block looks.
-        config: the model's, with the sizes of its attention and experts.
+        family: the family, with this block's linears.
+        config: the model's config, with the sizes of its attention and experts.
         linears: ``(N, K)`` of every linear.
         quantized: ``(N, K)`` of the linears that are rounded.
         schemes: the schemes of the linears that are rounded.
@@ -103,21 +104,20 @@ class BlockShape:
 
     @property
     def largest(self) -> int:
-        """Elements of the largest of them."""
+        """Elements of the largest weight that is rounded."""
         return max(map(prod, self.quantized.values()), default=0)
 
     def stacked(self, groups: Iterable[LinearGroup]) -> list[tuple[int, int]]:
-        """``(N, K)`` of the quantized linears of each group, stacked; none of a group without."""
+        """``(N, K)`` of the stacked quantized linears of each group that has any."""
         shapes = (
             [self.quantized[name] for name in g.linears if name in self.quantized] for g in groups
         )
         return [(sum(n for n, _ in found), found[0][1]) for found in shapes if found]
 
     def searched(self, groups: Iterable[LinearGroup], tokens: int) -> tuple[int, int]:
-        """In how many turns a search on ``tokens`` looks at the linears of ``groups`` on a GPU.
+        """The number of turns, and bytes of the largest, of a search on ``tokens`` on a GPU.
 
-        Linears of one shape share a turn as long as memory is meant to. And the bytes of the
-        largest turn.
+        The linears of ``groups`` that have one shape share a turn if they fit its memory.
         """
         names = [name for group in groups for name in group.linears if name in self.quantized]
         turns = held = 0
@@ -139,7 +139,8 @@ class BlockShape:
     def partial_forward_flops(self) -> float:
         """Operations of a pass that ends at the input of the last linears.
 
-        In a mixture the last linears are those of its experts, taken to come after a shared one.
+        In a mixture of experts the last linears are the experts'; a shared expert is assumed to
+        come before them.
         """
         routed = [group for group in self.family.groups if group.routed]
         last = routed[-1] if routed else self.family.groups[-1]

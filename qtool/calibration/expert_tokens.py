@@ -1,9 +1,9 @@
-"""Tokens for experts that a router hardly ever chooses, in statistics alone.
+"""Adds tokens for experts that a router hardly ever chooses, to statistics only.
 
-A Hessian or a range of three tokens fits these three. An expert to which fewer than
-``min_expert_tokens`` of all calibration tokens are routed therefore also observes those of the
-others for which the router gives it the highest probability, by the routing of the float model. The
-block's output, and with it the next block's input, does not depend on them.
+A Hessian or a range of three tokens fits only these three. If fewer than ``min_expert_tokens`` of
+all calibration tokens are routed to an expert, it also observes the other tokens to which the
+router of the float model gives the highest probability for this expert. The block's output, and so
+the next block's input, does not depend on them.
 
 Legend: B sequences in a batch, S tokens of each, T = B S, E experts, m candidates of a batch.
 """
@@ -19,7 +19,7 @@ from qtool.calibration.forwards import observe
 from qtool.distributed import ranks
 from qtool.models.experts import SeparateExperts, is_routed
 
-#: the note of a block: tokens of each expert, routed and added
+#: the key of a block's note on the tokens of each expert, routed and added
 NOTE = "expert tokens"
 
 
@@ -29,11 +29,12 @@ def add_tokens(
 ) -> None:
     """Set ``more`` of ``batches`` so that each expert of ``block`` observes ``least`` tokens.
 
-    Experts that are told no routing get tokens that are scaled by it, and none beside them.
+    Experts that do not get the routing as an argument get no more tokens, since their inputs are
+    scaled by it.
 
     Args:
-        block: still in full precision.
-        float_batches: what enters it in the float model, for the tokens of each of ``batches``.
+        block: the block in full precision.
+        float_batches: the block's inputs in the float model, for the tokens of ``batches``.
     """
     for batch in batches:
         batch.more = None
@@ -62,7 +63,7 @@ def add_tokens(
 
 
 def router_of(block: Block, stack: str) -> str | None:
-    """The module beside the experts ``stack`` that has a row for each of them; None if unsure."""
+    """The module beside the experts ``stack`` with a row for each expert; None if unsure."""
     moe, experts = stack.rpartition(".")[0], block.get(stack)
     others = {*block.family.linears(), stack}
     found = [
@@ -80,11 +81,11 @@ def router_of(block: Block, stack: str) -> str | None:
 def candidates(
     block: Block, batch: Batch, stack: str, router: str, least: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What an expert might see of ``batch``, on the CPU.
+    """The tokens of ``batch`` that each expert might observe, on the CPU.
 
     Returns:
-        Tokens routed to each expert ``[E]``; the highest probabilities among the others
-        ``[m, E]``, below 0 where there is none; their tokens ``[m, E]``.
+        The number of tokens routed to each expert ``[E]``; the highest probabilities among the
+        other tokens ``[m, E]``, below 0 if there is no token; the tokens ``[m, E]``.
     """
     inputs: list[Tensor] = []
     chosen: list[Tensor] = []
@@ -98,7 +99,7 @@ def candidates(
     logits = torch.cat(inputs).float() @ module.weight.float().T  # type: ignore[operator, union-attr]
     probability = (logits if bias is None else logits + bias.float()).softmax(1)  # [T, E]
     count = probability.shape[1]
-    index = torch.cat(chosen).clamp_max(count)  # one that does nothing has a higher number
+    index = torch.cat(chosen).clamp_max(count)  # experts that do nothing have higher numbers
     routed = index.new_zeros(len(index), count + 1, dtype=torch.bool)
     routed = routed.scatter_(1, index, True)[:, :count]
     best, places = probability.masked_fill_(routed, -1).topk(min(least, len(index)), 0)
@@ -106,9 +107,9 @@ def candidates(
 
 
 def chosen(best: Sequence[Tensor], wanted: Tensor) -> list[Tensor]:
-    """Which of the candidates ``best [m, E]`` of each batch are the ``wanted [E]`` highest of all.
+    """Masks of the candidates ``best [m, E]`` that are among the ``wanted [E]`` highest of all.
 
-    Of equal ones the first is taken.
+    There is a mask for each batch. The first of equal candidates is taken.
     """
     whole = torch.cat(list(best))
     order = whole.argsort(stable=True, dim=0, descending=True)

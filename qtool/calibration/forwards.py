@@ -1,7 +1,7 @@
-"""Forwards of a block: its outputs, the inputs of its linears, the float block beside it.
+"""Forwards of a block: its outputs, the inputs of its linears, and the float block beside it.
 
-A batch that the device's memory cannot take is run in halves, and the block's notes say so. A
-forward that only observes ends where the last of the observed linears is reached.
+A batch that does not fit the device's memory is run in halves, and the block's notes say so. A
+forward that only observes ends at the last of the observed linears.
 
 Legend: B sequences in a batch, S tokens, H hidden size, K input channels.
 """
@@ -24,12 +24,12 @@ from qtool.models.architecture import dtype_name
 from qtool.models.experts import SeparateExperts, expert_place
 from qtool.models.passed import as_arguments, handed_on
 
-#: gets the input ``[tokens, K]`` of a linear; of all experts' also their counts of tokens
+#: gets the input ``[tokens, K]`` of a linear; for a linear of all experts also the token counts
 Observer = Callable[..., None]
 
 
 def forward(block: Block, batch: Batch, **extra: Any) -> Tensor:
-    """:func:`run` with gradients, for methods that learn, of all sequences at once."""
+    """:func:`run` for all sequences at once and with gradients, for methods that learn."""
     return _forward(block, batch, **extra)[HIDDEN]
 
 
@@ -38,7 +38,7 @@ def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
     """The block's output ``[B, S, H]`` for one batch; ``extra`` arguments reach the block.
 
     Raises:
-        Interrupted: if one sequence alone does not fit.
+        Interrupted: a single sequence does not fit.
     """
     return hand_on(block, batch, **extra)[HIDDEN]
 
@@ -47,9 +47,9 @@ def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
 def hand_on(
     block: Block, batch: Batch, observers: Mapping[str, Observer] | None = None, **extra: Any
 ) -> dict[str, Tensor]:
-    """:func:`run`, with what else the block hands on (:mod:`qtool.models.passed`), by name.
+    """All tensors that the block passes on (:mod:`qtool.models.passed`), by name; as :func:`run`.
 
-    ``observers`` are those of :func:`observe`.
+    ``observers`` are as in :func:`observe`.
     """
     return _observe(block, batch, observers or {}, to_end=True, **extra)
 
@@ -60,17 +60,17 @@ def observe(
 ) -> None:
     """Run all batches; each observer gets its submodule's input ``[tokens, K]``, batch by batch.
 
-    A name with ``*`` for an expert's number is that of a linear of all experts: its observer gets
-    their inputs, sorted by expert, and their counts.
+    A name with ``*`` for an expert's number means this linear of all experts: its observer gets the
+    inputs of all experts, sorted by expert, and their counts.
     """
     for batch in batches:
         _observe(block, batch, observers, **extra)
 
 
 def by_place(block: Block, names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """``names`` as :func:`observe` takes them: experts' linears by number, gathered under ``*``.
+    """``names`` as :func:`observe` takes them: experts' linears by number, under a name with ``*``.
 
-    Any other is alone, under its own name; so is an expert's that gathers its input.
+    Any other linear is alone under its own name, and so is an expert's that permutes its input.
     """
     places: dict[str, dict[int, str]] = {}
     for name in names:
@@ -81,24 +81,24 @@ def by_place(block: Block, names: Iterable[str]) -> dict[str, dict[int, str]]:
 
 
 def inputs_of(block: Block, batch: Batch, *names: str, **extra: Any) -> list[Tensor]:
-    """The inputs ``[tokens, K]`` of submodules for one batch; none if one was not called."""
+    """The inputs ``[tokens, K]`` of submodules for one batch; empty if one was not called."""
     seen: dict[str, list[Tensor]] = {name: [] for name in names}
     observe(block, [batch], {name: parts.append for name, parts in seen.items()}, **extra)
     return _whole(seen, names)
 
 
 def _whole(seen: Mapping[str, list[Tensor]], names: Sequence[str]) -> list[Tensor]:
-    """The inputs that were seen in parts of a batch."""
+    """The inputs of ``names``, joined from parts of a batch."""
     if not all(seen.values()):
         return []
     return [torch.cat(seen[name]) if len(seen[name]) > 1 else seen[name][0] for name in names]
 
 
 def propagate(block: Block, batches: Sequence[Batch]) -> None:
-    """Replace what enters the block by what it hands on, of all batches, in place.
+    """Replace the block's inputs by its outputs, in all batches, in place.
 
     Raises:
-        QtoolError: NaN or Inf in it, of which no later block could make anything.
+        QtoolError: the outputs have NaN or Inf, which would spread to all later blocks.
     """
     _require_finite(block, [_move_on(block, batch) for batch in batches])
 
@@ -106,14 +106,14 @@ def propagate(block: Block, batches: Sequence[Batch]) -> None:
 def _move_on(
     block: Block, batch: Batch, observers: Mapping[str, Observer] | None = None, **extra: Any
 ) -> tuple[Tensor, torch.dtype]:
-    """:func:`propagate` of one batch: whether its output is finite, and the dtype of that."""
+    """:func:`propagate` for one batch: whether its output is finite, and the output's dtype."""
     out = hand_on(block, batch, observers, **extra)
     batch.keep(out)
     return torch.isfinite(out[HIDDEN]).all(), out[HIDDEN].dtype
 
 
 def _require_finite(block: Block, moved: Sequence[tuple[Tensor, torch.dtype]]) -> None:
-    """Refuse NaN and Inf in what :func:`_move_on` found of all batches; waits for a GPU once."""
+    """Refuse NaN and Inf in the results of :func:`_move_on`; this waits for a GPU once."""
     if moved and not torch.stack([finite for finite, _ in moved]).all():
         dtype = dtype_name(moved[0][1])
         hint = (
@@ -132,14 +132,14 @@ class Reference:
     """The float model beside the quantized path: a block that stays float, and its inputs.
 
     Attributes:
-        block: transformed like the one to be rounded.
-        batches: float inputs by the ``id`` of the batch that takes the quantized path; a batch that
-            is absent stands for itself.
-        settle: waits until the batches may change; None: they never do.
-        moves_on: whether a batch that is looked at also goes through the block.
-        moved: what the batches that did so left, by their key in ``batches``.
-        watched: submodules whose inputs the first look at a batch keeps for all later ones.
-        seen: what it kept, by their key in ``batches``.
+        block: the float block, transformed like the one to be rounded.
+        batches: float inputs by the ``id`` of the batch on the quantized path; a batch that is
+            absent is its own float input.
+        settle: function that waits until the batches may change; None if they never change.
+        moves_on: whether a batch that is observed also goes through the block.
+        moved: finiteness and dtype of the outputs of batches that did so, by key in ``batches``.
+        watched: submodules whose inputs are kept when a batch is first observed.
+        seen: the inputs that were kept, by key in ``batches``.
     """
 
     block: Block
@@ -163,17 +163,17 @@ class Reference:
         return cls(own, batches or {}, settle)
 
     def look_once(self, names: Sequence[str]) -> None:
-        """Each batch is looked at for the inputs of ``names`` alone: keep all of them at once.
+        """Keep the inputs of all ``names`` when a batch is first observed.
 
-        Every rank calls it, or none.
+        From here on only these inputs may be asked for. Every rank must call it, or none.
         """
         self.last_look()
         self.watched = names
 
     def last_look(self) -> None:
-        """From here on each batch is looked at once more at most: let it move on in that run.
+        """Let each batch go through the block the next time that it is observed.
 
-        Every rank calls it, or none.
+        From here on each batch may be observed once more. Every rank must call it, or none.
         """
         if self.settle and not self.moves_on:
             self.settle()
@@ -201,7 +201,7 @@ class Reference:
         return lambda x: parts.append(x.clone())  # a batch that moves on may overwrite its input
 
     def propagate(self) -> None:
-        """Let the float inputs of all batches become those of the next block.
+        """Replace the float inputs of all batches by those of the next block.
 
         Raises:
             QtoolError: as :func:`propagate` does.
@@ -217,7 +217,7 @@ class _AllSeen(Exception):
 
 
 def _forward(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
-    """All that the block hands on, of all sequences at once, with gradients."""
+    """All tensors that the block passes on, for all sequences at once, with gradients."""
     there = {n: t.to(block.device, non_blocking=True) for n, t in batch.tensors.items()}
     hidden, passes = there.pop(HIDDEN), block.family.passes
     kwargs = to_device(batch.kwargs[block.index], block.device)
@@ -229,7 +229,7 @@ def _forward(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
 
 
 def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor] | None:
-    """:func:`hand_on` of all sequences at once; None where they do not fit, but some may."""
+    """:func:`hand_on` for all sequences at once; None if they do not fit, but fewer may."""
     try:
         with phase("forward"):
             return _forward(block, batch, **extra)
@@ -255,7 +255,7 @@ def _observe(
     to_end: bool = False,
     **extra: Any,
 ) -> dict[str, Tensor]:
-    """What the block hands on, where it is run ``to_end``."""
+    """The tensors that the block passes on if it is run ``to_end``."""
     seen: set[str] = set()
 
     def see(name: str, *inputs: Any) -> None:
@@ -286,7 +286,7 @@ def _observe(
             out = _forward_if_it_fits(block, batch, **extra)
     if out is not None:
         return out
-    # what was seen before the memory ended is not seen again
+    # inputs that were observed before the memory ran out are not observed again
     left = {name: observer for name, observer in observers.items() if name not in seen}
     parts = [_observe(block, half, left, to_end=to_end, **extra) for half in batch.halves()]
     return batch.joined(parts) if to_end else {}

@@ -1,7 +1,7 @@
 """Checks that a recipe's options are of the types that a method's dataclass declares.
 
 An option is a ``bool``, ``int``, ``float`` or ``str``, a ``Sequence`` of one of them, ``None``, or
-a union of these, and has a default. Numbers are of 0 or more.
+a union of these, and has a default. Numbers are at least 0.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 from qtool.calibration.method import Method
 from qtool.errors import QtoolError, suggest
 
-#: of any number: what torch takes for a seed
+#: the largest value of any number: the largest seed that torch takes
 LARGEST = 2**63 - 1
 
 
@@ -22,7 +22,7 @@ def require_options(method: type[Method]) -> None:
     """Refuse a method whose dataclass declares options that no recipe could give.
 
     Raises:
-        QtoolError: naming the option and why.
+        QtoolError: names the option and the reason.
     """
     kinds, named = _kinds(method), set(inspect.get_annotations(method))
     constants = {name for name, kind in get_type_hints(method).items() if _is_constant(kind)}
@@ -45,12 +45,12 @@ def _is_constant(kind: Any) -> bool:
 
 
 def _options(method: type[Method]) -> list[Field[Any]]:
-    """The fields that are given; a method may have others for what it learns."""
+    """The dataclass fields that are options; a method may have others for what it learns."""
     return [field for field in fields(method) if field.init]
 
 
 def _kinds(method: type[Method]) -> dict[str, Any]:
-    """The types of the options, also where annotations are texts."""
+    """The types of the options, also if annotations are strings."""
     try:
         kinds = get_type_hints(method)
     except NameError as error:
@@ -68,7 +68,7 @@ def check_options(method: type[Method], options: Mapping[str, Any]) -> None:
     """Refuse options that ``method`` does not have, and values of another type than declared.
 
     Raises:
-        QtoolError: naming the option, its value and what would be accepted.
+        QtoolError: names the option, its value and the values that are accepted.
     """
     kinds = _kinds(method)
     for option, value in options.items():
@@ -101,7 +101,7 @@ def _in_words(kind: Any, bound: str) -> str:
         return " or ".join(_in_words(one, bound) for one in get_args(kind))
     if get_origin(kind) is Sequence:
         return f"a list, each of it {_in_words(get_args(kind)[0], bound)}"
-    # YAML takes 1e-2 for a text
+    # YAML reads 1e-2 as a text
     numbers = {
         int: f"a whole number {bound}, with at most 63 bits",
         float: f"a number {bound} (as 0.01 or 1.0e-2)",

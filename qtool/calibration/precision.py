@@ -1,10 +1,10 @@
 """Matrix products whose rows and precision do not depend on the hardware's choices.
 
-Two things a GPU does by itself are held still here. Its library chooses an algorithm by the shape,
-and with it the order of a sum: :func:`product` multiplies as many rows at a time as fill the GPU,
-so that a row is the same whether one rank has all rows or each of several has some. And its tensor
-cores multiply float32 with mantissas of 10 bits: :func:`tensor_cores` allows that, and
-:func:`precise_matmul` makes up for it in three products.
+A GPU's library chooses an algorithm, and so the order of a sum, by the shape. :func:`product`
+therefore multiplies a fixed number of rows at a time, enough to fill the GPU, so that a row is the
+same whether one rank has all rows or several ranks share them. Tensor cores multiply float32 with
+mantissas of 10 bits: :func:`tensor_cores` allows that, and :func:`precise_matmul` reaches more
+precision with three such products.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +16,14 @@ from torch import Tensor
 
 #: rows of a product, and the unit in which ranks share rows
 ROWS = 512
-#: columns of a product's second operand that are in two halves at a time
+#: columns of a product's second operand that are split into high and low parts at a time
 COLUMNS = 4096
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a b`` for ``a [N, K]`` and ``b [K, L]`` float32, each row independent of the others.
 
-    On a GPU as precise as :func:`precise_matmul`.
+    On a GPU it is as precise as :func:`precise_matmul`.
     """
     if not a.is_cuda:
         return a @ b
@@ -32,7 +32,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def by_rows(function: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
-    """``function`` of the rows of ``a [N, K]``; on a GPU :data:`ROWS` of them at a time."""
+    """``function`` of the rows of ``a [N, K]``; on a GPU :data:`ROWS` rows at a time."""
     if not a.is_cuda or len(a) <= ROWS:
         return function(a)
     first, *rest = a.split(ROWS)
@@ -47,7 +47,7 @@ def by_rows(function: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
 def products(a: Tensor, b: Tensor) -> Tensor:
     """``a_s b_s`` of ``a [S, T, K]``, or one ``a [1, T, K]`` for all, and ``b [S, K, L]``.
 
-    One operation on a GPU; elsewhere each has the bits that it has alone.
+    It is one operation on a GPU; elsewhere each product has the same bits as alone.
     """
     if a.is_cuda:
         return a @ b
@@ -55,7 +55,7 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """``[E, ...]`` of E tensors of one shape; a single one is not copied."""
+    """E tensors of one shape as ``[E, ...]``; a single tensor is not copied."""
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
@@ -73,8 +73,8 @@ def tensor_cores() -> Iterator[None]:
 def precise_matmul(a: Tensor, b: Tensor) -> Tensor:
     """``a [N, K] @ b [K, M]`` as ``a_h b_h + a_h b_l + a_l b_h`` of high and low parts.
 
-    Off by 6e-7 at K = 3000 (H200; float32 by 2e-7, TF32 by 3e-4): good to compare errors by, not to
-    factor a matrix.
+    Its relative error is 6e-7 at K = 3000 (H200; float32 has 2e-7, TF32 3e-4). That is enough to
+    compare errors, not to factor a matrix.
     """
     return _of_halves(a, halves(b))
 

@@ -1,8 +1,8 @@
-"""Stacks of linears of one scheme and shape, which searches and rounding look at together.
+"""Stacks of linears of one scheme and shape, which searches and rounding process together.
 
-A scheme sees each output channel by itself, so one call takes the channels of several linears. The
-experts of a block are hundreds of small ones: one by one, most of a GPU's time would go to
-launches. Each gets what it gets alone; only a GPU's matrix products may add in another order.
+A scheme treats each output channel by itself, so one call takes the channels of several linears. A
+block may have hundreds of small experts; one by one, kernel launches would take most of a GPU's
+time. Each linear gets the same result as alone, but for the order of sums in a GPU's products.
 
 Legend: S linears at once, N output channels, K input channels, T tokens.
 """
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-#: bytes that are held on a CPU, in whose caches they should stay, and on a GPU: of as many linears
-#: together as take no more, of one in any case
+#: most bytes that linears hold together on a CPU (so that they stay in its caches) and on a GPU; a
+#: single linear may hold more
 TOGETHER = 4 << 20, 2 << 30
 
 
 def by_role(groups: Iterable[LinearGroup]) -> Iterator[list[LinearGroup]]:
-    """The groups in their order, in lists of one role: a dense one alone, all experts' together.
+    """The groups in their order, in lists: a dense group alone, groups of experts by their role.
 
     The role of an expert's group is its part of the MLP: gate and up, or down.
     """
@@ -42,10 +42,10 @@ def by_role(groups: Iterable[LinearGroup]) -> Iterator[list[LinearGroup]]:
 
 
 def by_kind(block: "Block", names: Iterable[str]) -> list[list[str]]:
-    """``names`` in lists of one scheme and shape, each where its first comes.
+    """``names`` in lists of one scheme and shape, in the order of their first names.
 
-    A linear whose output channels share a parameter, or whose input's quantizer depends on one, is
-    alone.
+    A linear is alone if its output channels share a parameter, or if the quantizer of its input
+    depends on one.
     """
     kinds: dict[Hashable, list[str]] = {}
     for name in names:
@@ -62,29 +62,29 @@ def in_turn(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
 
 
 def packed_in_turn(names: Sequence[str], n: int, k: int, on_gpu: bool) -> Iterator[Sequence[str]]:
-    """Parts of linears ``[n, k]`` whose codes are packed, checked or made weights together.
+    """Parts of linears ``[n, k]`` whose codes are packed, checked or dequantized together.
 
-    That holds 16 bytes of each code at most.
+    This holds at most 16 bytes for each code.
     """
     return in_turn(names, at_once(16 * n * k, on_gpu))
 
 
 def search_bytes(n: int, k: int, tokens: int) -> int:
-    """Bytes that a search holds of a linear ``[n, k]``, in float32.
+    """Bytes that a search holds for a linear ``[n, k]``, in float32.
 
-    The weight, a candidate, what that is rounded to and two more of their size; four of the size of
-    its inputs, three of its outputs'.
+    It holds five tensors of the weight's size (the weight, a candidate, the rounded candidate and
+    two more), four of the inputs' size and three of the outputs' size.
     """
     return 4 * (5 * n * k + 4 * tokens * k + 3 * tokens * n)
 
 
 def at_once(nbytes: int, on_gpu: bool) -> int:
-    """How many linears are looked at together where each holds ``nbytes``."""
+    """The number of linears that are processed together if each holds ``nbytes``."""
     return max(1, TOGETHER[on_gpu] // nbytes)
 
 
 def searched_in_turn(block: "Block", names: Sequence[str], tokens: int) -> Iterator[Sequence[str]]:
-    """Parts of ``names`` that a search looks at together; they are :func:`by_kind`."""
+    """Parts of ``names``, a list of :func:`by_kind`, that a search processes together."""
     n, k = block.weight(names[0]).shape
     return in_turn(names, at_once(search_bytes(n, k, tokens), block.device.type == "cuda"))
 
@@ -95,16 +95,16 @@ def stacked_weights(block: "Block", names: Sequence[str]) -> Tensor:
 
 
 def padded(inputs: Sequence[Tensor]) -> Tensor:
-    """Inputs ``[T_s, K]`` of S linears as ``[S, T, K]``, zeros behind the shorter ones."""
+    """Inputs ``[T_s, K]`` of S linears as ``[S, T, K]``, with zeros after the shorter ones."""
     if len(inputs) == 1:
         return inputs[0][None]
     return torch.nn.utils.rnn.pad_sequence(list(inputs), batch_first=True)
 
 
 def clips_of(block: "Block", names: Sequence[str]) -> tuple[ClipRatio, ClipRatio]:
-    """The clips chosen for linears of one input: of all their channels, and ``[channels, G]``.
+    """The clips chosen for linears of one input: for all channels, and ``[channels, G]``.
 
-    They are 1 where none was chosen.
+    A clip is 1 if none was chosen.
     """
     if not any(name in block.clips for name in names):
         return 1.0, 1.0
@@ -118,7 +118,7 @@ def clips_of(block: "Block", names: Sequence[str]) -> tuple[ClipRatio, ClipRatio
 def stacked_clips(
     clips: Sequence[ClipRatio], rows: Sequence[int], device: torch.device, *tail: int
 ) -> Tensor:
-    """The clips of linears of so many ``rows``, one after another: ``[sum of rows, *tail]``."""
+    """The joined clips ``[sum of rows, *tail]`` of linears with these numbers of ``rows``."""
     parts = (
         c.expand(n, *tail) if isinstance(c, Tensor) else torch.full((n, *tail), c, device=device)
         for c, n in zip(clips, rows, strict=True)

@@ -18,7 +18,7 @@ from qtool.calibration.forwards import by_place, observe
 from qtool.distributed import ranks
 from qtool.models.experts import expert_place
 
-#: tokens that a linear must have seen for its inputs to be judged by them; only experts see fewer
+#: least tokens of a linear for statistics of its inputs; only experts see fewer
 LEAST_TOKENS = 16
 
 
@@ -37,11 +37,11 @@ class _Collector:
         names: the linears that are observed as one, by the expert's number.
 
     Attributes:
-        seen: tokens of each linear.
-        amax: of each expert ``[E, K]``.
+        seen: number of tokens of each linear.
+        amax: largest inputs ``[E, K]`` of each expert.
         waiting: inputs of a batch, sorted by expert, and their counts.
-        kept: inputs of each linear.
-        counts: how many inputs of each turn are kept, by linear.
+        kept: kept inputs of each linear.
+        counts: number of inputs of each turn that are kept, by linear.
     """
 
     def __init__(self, names: Mapping[int, str], positions: Tensor) -> None:
@@ -62,13 +62,13 @@ class _Collector:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Tokens of each linear in the batch that was run last."""
+        """The number of tokens of each linear in the last batch."""
         return [sum(counts[number] for _, counts in self.waiting) for number in self.names]
 
     def end_batch(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Keep the sampled inputs of the last batch; ``tokens`` are each linear's of all ranks."""
+        """Keep sampled inputs of the last batch; ``tokens`` counts each linear's on all ranks."""
         kept = dict.fromkeys(self.names, 0)
-        place = {  # of the next token that was seen here
+        place = {  # position of the next token that this rank saw
             number: self.seen[number] + sum(of_ranks[: ranks.rank()])
             for number, of_ranks in zip(self.names, tokens, strict=True)
         }
@@ -92,7 +92,7 @@ class _Collector:
         self.waiting = []
 
     def collected(self) -> list[tuple[Tensor | None, Tensor | None, list[int]]]:
-        """The values to gather: each linear's largest inputs, sampled inputs and their numbers."""
+        """The values to gather: each linear's largest inputs, its sampled inputs, and counts."""
         return [
             (
                 None if self.amax is None else self.amax[number],
@@ -104,7 +104,7 @@ class _Collector:
 
 
 def segment_amax(x: Tensor, counts: Sequence[int]) -> Tensor:
-    """The largest of ``x [P, K]``, 0 or more, over the rows of each expert: ``[E, K]``."""
+    """The maximum ``[E, K]``, at least 0, over the rows of each expert in ``x [P, K]``."""
     if len(counts) == 1:
         return x.amax(0, keepdim=True)
     expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
@@ -116,8 +116,8 @@ def segment_amax(x: Tensor, counts: Sequence[int]) -> Tensor:
 def _positions(total: int, tokens: int, seed: int, routed: bool) -> Tensor:
     """The sampled positions of ``total`` tokens, drawn once for all blocks.
 
-    Of an expert, whose tokens are numbered as they come and may be a few of all, number n is among
-    them with a probability of :data:`LEAST_TOKENS` / n too: the first ones, then ever fewer.
+    An expert may see only a few of all tokens. So with ``routed`` its n-th token is also sampled
+    with the probability :data:`LEAST_TOKENS` / n: the first tokens always, later ones less often.
     """
     random = torch.Generator().manual_seed(seed)
     chosen = torch.zeros(total, dtype=torch.bool)
@@ -133,10 +133,9 @@ def collect(
 ) -> dict[str, Inputs]:
     """The inputs of ``linears`` in one run of ``block``, sampled at ``tokens`` random positions.
 
-    The positions are the same for all linears; an expert, which sees a share of the tokens, has
-    that share of the sample and a few more (:func:`_positions`).
-
-    A linear that saw too few tokens (an expert hardly ever chosen) is absent from the result.
+    The positions are the same for all linears. An expert, which sees a share of the tokens, has
+    that share of the sample and a few more (:func:`_positions`). A linear that saw too few tokens
+    (an expert that is hardly ever chosen) is absent from the result.
     """
     sizes = [count * length for count, length in batch_shapes(batches)]
     total, collectors = sum(sizes), {}
@@ -145,7 +144,7 @@ def collect(
         an_experts = expert_place(block.module, next(iter(of_place.values()))) is not None
         collectors[place] = _Collector(of_place, _positions(total, tokens, seed, an_experts))
     names = [name for of_place in places.values() for name in of_place.values()]
-    # an expert's tokens are known only when it was run
+    # an expert's tokens are known only after it has run
     routed = any(group.routed for group in block.family.groups)
     for turn in range(-(-len(sizes) // ranks.size())):
         if turn < len(batches):
@@ -181,7 +180,7 @@ def maximum(parts: Iterable[Tensor | None]) -> Tensor | None:
 
 
 def saw_enough(block: Block, linears: Sequence[str], tokens: int, total: int) -> bool:
-    """Whether ``tokens`` of ``total`` are enough to judge ``linears``; if not, notes say so."""
+    """Whether ``tokens`` of ``total`` are enough for ``linears``; if not, a note says so."""
     if tokens >= min(LEAST_TOKENS, total):
         return True
     note = block.notes.setdefault("rounded by weight alone, tokens seen", {})
@@ -190,7 +189,7 @@ def saw_enough(block: Block, linears: Sequence[str], tokens: int, total: int) ->
 
 
 def count_tokens(batches: Sequence[Batch]) -> int:
-    """The tokens of all batches of all ranks."""
+    """The number of tokens of all batches of all ranks."""
     return sum(count * length for count, length in batch_shapes(batches))
 
 
@@ -204,7 +203,7 @@ def batch_shapes(batches: Sequence[Batch]) -> list[tuple[int, int]]:
 def own_subset(
     batches: Sequence[Batch], sequences: float = inf, tokens: float = inf
 ) -> list[Batch]:
-    """This rank's share of the first batches that hold so many sequences, or so many tokens.
+    """This rank's share of the first batches that hold so many ``sequences`` or ``tokens``.
 
     Batches are taken whole.
     """
@@ -219,7 +218,7 @@ def own_subset(
 def subset(batches: Sequence[Batch], sequences: int) -> list[Batch]:
     """The first ``sequences`` sequences, for objectives that run the whole block.
 
-    All ranks get all of them: the candidates of a search are what is shared out.
+    All ranks get all of these sequences, since the ranks share the candidates of a search.
     """
     found = own_subset(batches, sequences)
     if ranks.size() > 1:

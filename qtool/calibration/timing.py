@@ -1,9 +1,9 @@
-"""Measures where a run's time goes, phase by phase.
+"""Measures the time of a run, phase by phase.
 
-``with phase("forward"):`` attributes the time inside to one phase; a phase inside another takes its
-time from the outer one, so that phases add up to the whole. On CUDA the marks are events on the
-stream: the device's time is measured and nothing waits for it. Without :func:`recording` a phase
-costs nothing and records nothing.
+``with phase("forward"):`` attributes the time inside to one phase. The time of a phase inside
+another one is not counted for the outer one, so that phases add up to the whole. On CUDA the marks
+are events on the stream: the device's time is measured and nothing waits for it. Without
+:func:`recording` a phase costs nothing and records nothing.
 """
 
 import time
@@ -14,7 +14,7 @@ from threading import Lock
 
 import torch
 
-#: what time is attributed to that no phase claims
+#: the name for time outside all phases
 OTHER = "other"
 
 
@@ -22,8 +22,8 @@ class PhaseTimer:
     """Seconds by phase on ``device``.
 
     Attributes:
-        seconds: of the phases of the main thread; together they are its whole time.
-        beside: of the threads that read and write beside it.
+        seconds: seconds of the phases of the main thread; together they are its whole time.
+        beside: seconds of the threads that read and write beside the main thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class PhaseTimer:
         self.mark()
 
     def mark(self) -> None:
-        """From here on, time belongs to the innermost open phase."""
+        """Attribute the time from here on to the innermost open phase."""
         now: torch.cuda.Event | float = time.perf_counter()
         if self.device.type == "cuda":
             now = torch.cuda.Event(enable_timing=True)
@@ -44,7 +44,7 @@ class PhaseTimer:
         self._marks.append((now, self._open[-1]))
 
     def settle(self) -> None:
-        """Add up the marks so far; waits for the device."""
+        """Add up the marks so far; this waits for the device."""
         self.mark()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -56,7 +56,7 @@ class PhaseTimer:
         del self._marks[:-1]
 
     def open(self, name: str) -> None:
-        """Begin a phase inside the one that is open."""
+        """Begin a phase inside the open one."""
         self._open.append(name)
         self.mark()
 

@@ -1,8 +1,8 @@
 """The KV cache in calibration: its static scales, and blocks that see quantized keys and values.
 
-Attention hands its keys (after RoPE) and its values to whatever stands where the KV cache would,
-and goes on with what it gets back: here they are observed, or quantized exactly as the cache will
-do it.
+Attention gives its keys (after RoPE) and values to the object in place of the KV cache, and
+continues with those that it gets back. The objects here observe them, or quantize them exactly as
+the cache will.
 
 Legend: B sequences in a batch, H kv heads, S tokens, D head dimension.
 """
@@ -33,12 +33,12 @@ from qtool.runtime.packed_kv import (
 )
 from qtool.schemes.kv import KV8, KVQuantizer
 
-#: calibration sequences that queries are observed on
+#: number of calibration sequences on which queries are observed
 SEQUENCES = 16
 
 
 class KVObserver:
-    """Notes the largest magnitudes ``[H, D]`` of keys and values, in the place of a KV cache."""
+    """Keeps the largest magnitudes ``[H, D]`` of keys and values, in place of a KV cache."""
 
     def __init__(self) -> None:
         self.keys, self.values = KeyObserver(), KeyObserver()
@@ -52,7 +52,7 @@ class KVObserver:
 
 
 class ExactKV:
-    """Returns keys and values unchanged, in the place of a KV cache."""
+    """Returns keys and values unchanged, in place of a KV cache."""
 
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
@@ -62,11 +62,9 @@ class ExactKV:
 
 
 class SimulatedKV:
-    """Quantizes and dequantizes keys and values ``[B, H, S, D]``, in the place of a KV cache.
+    """Quantizes and dequantizes keys and values ``[B, H, S, D]``, in place of an empty KV cache.
 
-    The cache it stands for was empty before.
-
-    Gradients pass straight through, so that a block can be trained under it.
+    Gradients pass straight through, so that a block can be trained with it.
     """
 
     def __init__(self, keys: KVQuantizer, values: KVQuantizer) -> None:
@@ -88,11 +86,11 @@ def _read_back(quantizer: KVQuantizer, x: Tensor) -> Tensor:
 def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[str, Tensor]:
     """The tensors that ``block`` stores for the KV quantizer ``kv``, by name within the block.
 
-    They are kv8's scales, or kv4's offset and importance of keys. Without batches kv4's are those
-    that do nothing.
+    They are kv8's scales, or kv4's offset and importance of keys. Without batches kv4's tensors are
+    neutral.
 
     Raises:
-        QtoolError: static scales without calibration data, or NaN in its keys or values.
+        QtoolError: static scales without calibration data, or NaN in keys or values.
     """
     stored = kv_tensors(kv, block.family, block.heads)
     if not stored:
@@ -105,7 +103,7 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
         }
         if (seen := observe_keys(block, batches)) is not None:
             constants[f"{attention}.{OFFSET}"] = seen.mean.cpu()
-        # a family refuses it where queries are made otherwise than observe_queries makes them
+        # a family refuses smooth-attention if observe_queries does not compute its queries
         if seen is not None and "smooth-attention" not in block.family.refuses:
             few = subset(batches, SEQUENCES)
             constants[f"{attention}.{IMPORTANCE}"] = observe_queries(block, few).importance().cpu()
@@ -128,15 +126,15 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
 def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> Iterator[None]:
     """Let ``block`` compute with quantized keys and values while the context is open.
 
-    A run that is given a cache of its own keeps it; ``block.full_kv`` is one for full precision.
+    A run with a cache among its arguments uses that one; ``block.full_kv`` has full precision.
 
     Args:
-        stored: tensors by their name within the block, :func:`kv_constants` among them.
+        stored: tensors by their name within the block, including :func:`kv_constants`.
     """
     if kv is None:
         yield
         return
-    kv_tensors(kv, block.family, block.heads)  # refuses what cannot be
+    kv_tensors(kv, block.family, block.heads)  # refuses a quantizer that the model cannot have
     attention = attention_name(block.family)
     simulated = SimulatedKV(*kv_quantizers(kv, lambda scale: stored[f"{attention}.{scale}"]))
 

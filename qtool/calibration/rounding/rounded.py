@@ -27,19 +27,19 @@ class Rounded:
 
 
 def stacked(scheme: Scheme, parts: Sequence[Rounded]) -> tuple[Tensor, Params]:
-    """Codes ``[S N, K]`` and parameters of S linears, as those of one; a single one's as they are.
+    """Codes ``[S N, K]`` and parameters of S linears, stacked as if they were one linear.
 
-    They share the parameters that the scheme's output channels share.
+    The linears share the parameters that the scheme's output channels share.
     """
     codes = torch.cat([part.codes for part in parts]) if len(parts) > 1 else parts[0].codes
     return codes, scheme.stacked_params([part.params for part in parts])
 
 
 def check(scheme: Scheme, linears: Mapping[str, Rounded]) -> None:
-    """:meth:`Scheme.check` of linears of one shape, at once.
+    """:meth:`Scheme.check` for several linears of one shape at once.
 
     Raises:
-        CheckFailed: naming the linear.
+        CheckFailed: names the linear.
     """
     try:
         scheme.check(*stacked(scheme, [*linears.values()]))
@@ -56,14 +56,14 @@ def require_packable(
     formats: Mapping[str, LinearFormat],
     shapes: Mapping[str, tuple[int, int]],
 ) -> None:
-    """Refuse what a method ``rounding`` gives unless it is what ``formats`` pack.
+    """Refuse the result of a method ``rounding`` unless ``formats`` can pack it.
 
     Args:
-        found: what its ``round`` returned: a :class:`Rounded` for each linear of ``formats``.
-        shapes: of the linears, ``(N, K)``.
+        found: the result of its ``round``: a :class:`Rounded` for each linear of ``formats``.
+        shapes: ``(N, K)`` of the linears.
 
     Raises:
-        QtoolError: naming the linear, what was found and what is expected.
+        QtoolError: names the linear, what was found and what is expected.
     """
     if not isinstance(found, Mapping):
         raise QtoolError(
@@ -96,7 +96,7 @@ def require_packable(
 
 
 def _described(tensors: Mapping[str, Any]) -> list[str]:
-    """Name, dtype and shape of each, by name."""
+    """A text with name, dtype and shape for each tensor, sorted by name."""
     return [
         f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
         if isinstance(t, Tensor)
@@ -113,11 +113,11 @@ def arranged(x: Tensor, permutation: Tensor | None, rotated: bool) -> Tensor:
 
 
 class SimulatedLinear(nn.Module):
-    """Computes as the quantized linear will, on dequantized numbers and on any device.
+    """Computes as the quantized linear will, with dequantized numbers and on any device.
 
     Args:
-        linear: the one whose place it takes.
-        weight: the dequantized one ``[N, K]``.
+        linear: the linear that it replaces.
+        weight: the dequantized weight ``[N, K]``.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class SimulatedLinear(nn.Module):
 
     @property
     def activation(self) -> Activation | None:
-        """What quantizes the (rotated) input; None where it is gathered or parameters matter."""
+        """The quantizer of the (rotated) input; None if it is gathered or parameters matter."""
         return self.scheme.input_quantizer if self.permutation is None else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Round to nearest: each weight to the closest code its scheme allows, without data.
 
-Works on chunks of output channels, so that the float32 temporaries stay in cache and the peak
+It works on chunks of output channels, so that the float32 temporaries stay in cache and the peak
 memory is the stored weight plus its codes. A chunk may hold several linears.
 
 Legend: S linears of one shape, N output channels, K input channels.
@@ -21,7 +21,7 @@ from qtool.calibration.stacking import by_kind, clips_of, in_turn, stacked_weigh
 from qtool.distributed import ranks
 from qtool.schemes.base import ClipRatio, Params, Scheme
 
-#: of a chunk on CPU and on a GPU
+#: elements of a chunk on a CPU and on a GPU
 CHUNK_ELEMENTS = 1 << 20, 1 << 26
 
 
@@ -111,7 +111,7 @@ def round_together(
 
 
 def _squares(x: Tensor) -> Tensor:
-    """The sums of squares ``[n]`` float64 of ``x [n, K]``, alike for any number of threads."""
+    """Sums of squares ``[n]`` float64 of ``x [n, K]``, the same for any number of threads."""
     return torch.linalg.vector_norm(x, dim=1).double().square()
 
 

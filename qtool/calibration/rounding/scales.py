@@ -1,12 +1,13 @@
 """Float scales by least squares once the codes are known.
 
-Every scheme has one floating-point parameter, a scale its values are linear in, of shape ``[N]``
-(one an output channel) or ``[N, G]`` (one a group). With ``V_G`` the values that one scale governs:
+Every scheme has one floating-point parameter, a scale in which its values are linear, of shape
+``[N]`` (one for an output channel) or ``[N, G]`` (one for a group). With ``V_G`` the values of one
+scale:
 
     s <- s * (1 + <V_G, (T - V) H> / <V_G H_GG, V_G>)
 
-the minimum of ``tr (T - V) H (T - V)^T`` over that scale, one group after another. ``(T - V) H`` is
-made for a panel of groups and follows each change inside it.
+This is the minimum of ``tr (T - V) H (T - V)^T`` over that scale; groups are updated one after
+another. ``(T - V) H`` is computed for a panel of groups and updated with each change inside it.
 
 Legend: N output channels, K input channels, G groups of a panel.
 """
@@ -18,7 +19,7 @@ from qtool.calibration.precision import by_rows, product
 from qtool.errors import QtoolError
 from qtool.schemes.base import Params, Scheme, stored_scale
 
-#: columns of a panel, at least a group
+#: columns of a panel, which holds at least one group
 PANEL = 4096
 
 

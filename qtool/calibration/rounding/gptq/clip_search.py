@@ -17,7 +17,7 @@ from qtool.calibration.rounding.gptq import group_error_triton
 from qtool.schemes.arithmetic.grid import Grid
 from qtool.schemes.base import ClipRatio, Params, Scheme, require_finite
 
-#: most groups, over all candidates, that one launch on a GPU looks at: a launch for each candidate
+#: most groups, over all candidates, in one kernel launch on a GPU: a launch for each candidate
 #: would take longer than its work
 AT_ONCE = 1 << 24
 
@@ -36,10 +36,10 @@ def fit_groups(
     The ratios multiply ``group_clip``.
 
     Args:
-        importance: ``diag H`` of each weight ``[E, K]``, or ``[K]`` of one.
-        ratios: candidates; of equals the first wins. One below 0 fits a scale below 0.
-        clip: as ``Scheme.fit`` takes it.
-        group_clip: as ``Scheme.fit`` takes it.
+        importance: ``diag H`` of each weight ``[E, K]``, or ``[K]`` for a single weight.
+        ratios: candidates; the first of equal ones wins. A negative ratio fits a negative scale.
+        clip: as in ``Scheme.fit``.
+        group_clip: as in ``Scheme.fit``.
     """
     low, high = scheme.range(weight, finite=True)
     groups = scheme.groups(weight)  # [E N, G, g]
@@ -51,7 +51,7 @@ def fit_groups(
     ratio = torch.ones_like(low)
     # all ratios are copied at once: each copy waits for the device
     for tried in ratio.new_tensor(ratios).split(many):
-        rows = len(tried) * len(low)  # the weight's, once for each candidate
+        rows = len(tried) * len(low)  # the weight's rows, once for each candidate
         by_group = (group_clip * tried[:, None, None]).expand(-1, *low.shape).reshape(rows, -1)
         by_row = clip.repeat(len(tried)) if isinstance(clip, Tensor) and clip.dim() else clip
         ranges = (bound.repeat(len(tried), 1) for bound in (low, high))
@@ -60,7 +60,7 @@ def fit_groups(
         error, which = errors.view(len(tried), *low.shape).min(0)
         ratio = torch.where(error < best, tried[which], ratio)
         best = torch.minimum(error, best)
-    require_finite(low, high, scheme.name)  # only here is a GPU waited for
+    require_finite(low, high, scheme.name)  # the only wait for the GPU
     return scheme.fit_range(low, high, clip=clip, group_clip=group_clip * ratio)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from qtool.calibration.precision import product, stack
 from qtool.schemes.base import Grid
 
-#: for at least so many rows: rows of a program, and its warps. Few rows get small programs, to fill
-#: all multiprocessors
+#: least number of rows, with the rows and the warps of a program for it: few rows get small
+#: programs, to fill all multiprocessors
 SIZES = ((8192, 32, 1), (4097, 16, 4), (0, 8, 4))
 
 if find_spec("triton"):
@@ -53,7 +53,7 @@ if find_spec("triton"):
         problem = tl.program_id(1).to(tl.int64)
         own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         valid = own < n
-        row = problem * n + own  # of the rows of all problems
+        row = problem * n + own  # index among the rows of all problems
         feedback_ptr += problem * columns * columns
         group_ptr += problem * columns
         column = tl.arange(0, B)
@@ -85,7 +85,7 @@ if find_spec("triton"):
 
 
 def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can round ``weight``; a GPU without triton uses torch's."""
+    """Whether the fused kernel can round ``weight``; without triton torch's operations run."""
     return weight.is_cuda and weight.dtype == torch.float32 and find_spec("triton") is not None
 
 
@@ -133,7 +133,7 @@ def sweep(
             num_warps=warps,
         )
         later = slice(start + b, None)
-        if start + b < columns:  # one by one: a batched product may add in another order
+        if start + b < columns:  # one product at a time: a batched one may add in another order
             for one, changed, m in zip(target, change, feedback, strict=True):
                 one[:, later].addmm_(changed[:, :b], m[start : start + b, later])
     return codes

@@ -14,7 +14,7 @@ from torch import Tensor
 from qtool.calibration.precision import product
 from qtool.errors import QtoolError
 
-#: share of the mean diagonal that makes any sum of squares positive definite in spite of rounding
+#: share of the mean diagonal that makes any sum of squares positive definite despite rounding
 MOST_DAMPING = 1e6
 #: bytes of a Hessian above which torch's cache is emptied before two more of its size are made
 LARGE = 1 << 30
@@ -35,7 +35,7 @@ class Factor:
 
     Args:
         hessian: ``H [K, K]``.
-        order: the columns ``[K]`` in the order of the visit; None: as they lie.
+        order: the columns ``[K]`` in the order in which they are visited; None for their own order.
 
     Attributes:
         damping: the share of the mean diagonal that was added.
@@ -47,7 +47,7 @@ class Factor:
 
     def __init__(self, hessian: Tensor, damping: float, order: Tensor | None = None) -> None:
         if hessian.is_cuda and hessian.nbytes > LARGE:
-            torch.cuda.empty_cache()  # no cached hole is large enough for two more of its size
+            torch.cuda.empty_cache()  # no free cached block holds two more matrices of its size
         #: the damped Hessian with rows and columns reversed: its lower Cholesky factor, reversed
         #: too, is R
         self._reversed = (
@@ -80,7 +80,7 @@ class Factor:
         return self._reversed.flip(0, 1)
 
     def free_damped(self) -> None:
-        """Free the damped Hessian: making the feedback takes the memory of two more of its size."""
+        """Free the damped Hessian, since the feedback takes two more matrices of its size."""
         self._reversed = self._reversed.new_empty(0)
 
     @property
@@ -91,7 +91,7 @@ class Factor:
 
     @property
     def cost(self) -> Tensor:
-        """``diag(R)^2 [K]``: what an error in column k costs once later columns made up for it."""
+        """``diag(R)^2 [K]``: cost of an error in column k after later columns make up for it."""
         return self._lower.diagonal().flip(0).square()
 
     def solve(self, right: Tensor) -> Tensor:
@@ -134,8 +134,8 @@ def cholesky(matrix: Tensor) -> Tensor | None:
 def inverse_lower(lower: Tensor) -> Tensor:
     """``L^-1 [K, K]`` of a lower triangular ``L``.
 
-    It is made by halves, so that most of the work is products: ``[[A, 0], [B, C]]`` has the inverse
-    ``[[A^-1, 0], [-C^-1 B A^-1, C^-1]]``.
+    It is computed by halves, so that most of the work is matrix products: ``[[A, 0], [B, C]]`` has
+    the inverse ``[[A^-1, 0], [-C^-1 B A^-1, C^-1]]``.
     """
     k = len(lower)
     if k <= CORNER:
