@@ -2,10 +2,10 @@
 
     W' = W + s B A        s = alpha / r, or alpha / sqrt(r) (rsLoRA)
 
-``adapter_config.json`` and ``adapter_model.safetensors`` are those of peft, whose
-``merge_and_unload`` this equals but for rounding: the sum is computed in float64, so that neither
-threads nor the rows that are read together show in it, and rounded once. What is not understood is
-refused, and so is a tensor that belongs to no weight of the model.
+``adapter_config.json`` and ``adapter_model.safetensors`` are peft's files, and the result equals
+peft's ``merge_and_unload`` but for rounding. The sum is computed in float64, so that the number of
+threads and of rows read together do not change it, and rounded once. Unknown settings are refused,
+and so is a tensor that belongs to no weight of the model.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from qtool.io.source import provenance, read_json, resolve
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
-#: settings that change nothing in how it is merged, and those that are read here
+#: settings that do not change how an adapter is merged, and settings that are read here
 KNOWN = {
     *("auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform"),
@@ -36,10 +36,10 @@ KNOWN = {
     *("alpha_pattern", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "peft_type", "r"),
     *("rank_pattern", "use_rslora"),
 }
-#: ways to begin training from that leave the model's own weights as they were
+#: initializations for training that leave the model's own weights unchanged
 BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 INSTEAD = "merge it by peft's merge_and_unload, and quantize what that saves"
-#: weights of which the sum is in memory in float64 at a time
+#: number of weights whose sum is in memory in float64 at a time
 PIECE = 1 << 22
 
 _FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
@@ -80,16 +80,16 @@ class Adapter:
     """An adapter on disk.
 
     Args:
-        name: its directory or hub id.
+        name: directory or hub id of the adapter.
 
     Attributes:
-        config: of adapter_config.json.
-        entries: its tensors, by name.
+        config: content of adapter_config.json.
+        entries: tensors of the adapter, by name.
         hashes: sha256 of both files.
 
     Raises:
-        QtoolError: no adapter, an empty one or one with NaN, no LoRA, or one with a setting that is
-            not understood.
+        QtoolError: ``name`` is no adapter or no LoRA adapter, or the adapter is empty, has NaN or
+            has an unknown setting.
     """
 
     def __init__(self, name: str) -> None:
@@ -114,7 +114,7 @@ class Adapter:
         return provenance(self.directory) | {"sha256": self.hashes}
 
     def _require_understood(self) -> None:
-        """Refuse settings that mean another merge."""
+        """Refuse settings with which the adapter would be merged in another way."""
         config, where = self.config, f"{self.directory}: {CONFIG}"
         if config.get("peft_type") != "LORA":
             raise QtoolError(f"{where}: peft_type {config.get('peft_type')!r}; LORA is expected")
@@ -133,15 +133,15 @@ class Adapter:
         own_name: Callable[[str], str],
         transposed: Collection[str] = (),
     ) -> None:
-        """Let the entries of a model read what they are with the adapter; doing so twice is once.
+        """Merge the adapter into a model's ``entries``; a second call changes nothing.
 
         Args:
-            own_name: the name in ``entries`` of one that the adapter may have for it.
-            transposed: names of ``entries`` that are weights ``[K, N]``, of Conv1D. peft too looks
-                at the module, whatever ``fan_in_fan_out`` says.
+            own_name: function from a name in the adapter to the name in ``entries``.
+            transposed: names of ``entries`` that are weights ``[K, N]`` of Conv1D. Like peft, this
+                depends on the module, whatever ``fan_in_fan_out`` says.
 
         Raises:
-            QtoolError: a tensor of the adapter that belongs to none of the model, or does not fit.
+            QtoolError: a tensor of the adapter belongs to no tensor of the model, or does not fit.
         """
         factors: dict[tuple[str, bool], dict[str, Entry]] = {}
         for full, entry in self.entries.items():
@@ -151,7 +151,7 @@ class Adapter:
                 factors.setdefault((module, bool(embedding)), {})[factor] = entry
             elif _UNKNOWN.search(name) or name == full:
                 raise QtoolError(f"{self.directory}: {full} is not understood; {INSTEAD}")
-            else:  # a whole tensor, of modules_to_save or of biases
+            else:  # a whole tensor, from modules_to_save or a bias
                 own = own_name(name.replace(".base_layer.", "."))
                 entries[own] = self._replaced(own, entry, self._known(entries, own))
         changed = set()
@@ -172,7 +172,7 @@ class Adapter:
         """The adapter's own tensor in the dtype of the model's."""
         if isinstance(before.computed, Cast):
             return before
-        if before.within and before.within.transposed:  # of Conv1D
+        if before.within and before.within.transposed:  # a weight of Conv1D
             entry = entry.transposed()
         if before.shape != entry.shape:
             raise QtoolError(
@@ -190,7 +190,7 @@ class Adapter:
             raise QtoolError(f"{self.directory}: {module} has not two matrices, A and B")
         a, b = pair["A"], pair["B"]
         scaling, rank = self._scaling(module)
-        shape = (b.shape[0], a.shape[1])  # of B A
+        shape = (b.shape[0], a.shape[1])  # shape of B A
         fits = (shape[::-1] if turned else shape) == weight.shape
         if not fits or (a.shape[0], b.shape[1]) != (rank, rank):
             raise QtoolError(
@@ -202,7 +202,7 @@ class Adapter:
         return Entry(weight.path, weight.dtype, weight.shape, weight.start, computed=computed)
 
     def _scaling(self, module: str) -> tuple[float, int]:
-        """The scale and the rank of ``module``, by the patterns of the configuration."""
+        """The scale and the rank of ``module``, from the patterns of the configuration."""
         try:
             rank = int(self._of_pattern("rank_pattern", module, self.config["r"]))
             alpha = float(self._of_pattern("alpha_pattern", module, self.config["lora_alpha"]))
@@ -218,7 +218,7 @@ class Adapter:
 
 
 def _convert(path: Path) -> str:
-    """The command that makes safetensors of an adapter's pickle."""
+    """The command that converts an adapter's pickle to safetensors."""
     return (
         f'{path / PICKLE} is a pickle, which qtool never reads; convert it: python -c "import '
         f"torch, safetensors.torch as s; s.save_file(torch.load('{path / PICKLE}', "

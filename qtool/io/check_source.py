@@ -1,4 +1,4 @@
-"""Checks a source before any work: each tensor of the model is there, and nothing else is."""
+"""Checks a source before any work: it has each tensor of the model, and no others."""
 
 import re
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from qtool.io.source import Checkpoint
 from qtool.io.source_names import adopt
 from qtool.models.architecture import DTYPES, Architecture
 
-#: of a buffer that old checkpoints hold and loaders compute themselves
+#: ending of the name of a buffer that old checkpoints hold and loaders compute themselves
 ROTARY = "rotary_emb.inv_freq"
 
 
@@ -27,14 +27,14 @@ def check_source(
     They must have a float dtype. Only headers are read.
 
     Args:
-        packed: linears that are quantized there, whose own tensors the caller checks.
-        keep_unknown: unknown tensors are no mistake.
+        packed: linears that are quantized in the source; the caller checks their tensors.
+        keep_unknown: accept unknown tensors.
 
     Returns:
-        The shapes of what was found, by name.
+        The shapes of the tensors that were found, by name.
 
     Raises:
-        QtoolError: naming the first tensor that is not as it must be.
+        QtoolError: names the first tensor that is wrong.
     """
     adopt(source, model)
     expected = {
@@ -58,13 +58,13 @@ def check_source(
         known = name in expected or is_second_head(name, model) or _is_computed(name, model)
         if not known and not keep_unknown and name.rpartition(".")[0] not in packed:
             way_on = "refusing to lose it" if packed else "pass --keep-unknown to copy it as it is"
-            what = f"a {model.family.name} model of {model.blocks} blocks"  # as config.json says
+            what = f"a {model.family.name} model of {model.blocks} blocks"  # by config.json
             raise QtoolError(f"{name}: not a tensor of {what}; {way_on}")
     return expected
 
 
 def is_second_head(name: str, model: Architecture) -> bool:
-    """Whether tensor ``name`` is a tied head stored beside the embedding, which it is equal to."""
+    """Whether tensor ``name`` is a tied head that is stored beside the embedding it equals."""
     return model.tied and name == f"{model.family.head}.weight"
 
 
@@ -78,7 +78,7 @@ def _is_computed(name: str, model: Architecture) -> bool:
 
 
 def require_tied(source: Checkpoint, model: Architecture) -> None:
-    """Refuse a stored head that differs from the embedding it is tied to; reads both.
+    """Refuse a stored head that differs from the embedding it is tied to; both are read.
 
     Loaders disagree on such a model: transformers 5 takes the stored head, older ones and vLLM the
     embedding.

@@ -1,4 +1,4 @@
-"""Refuses NaN and Inf in what is read from a source."""
+"""Refuses NaN and Inf in tensors that are read from a source."""
 
 from collections.abc import Iterator, Mapping
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 
-#: of a matrix that are in memory at a time
+#: bytes of a matrix that are in memory at a time
 PIECE_BYTES = 64 << 20
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def finite_rows(
 
 
 def require_all_finite(tensors: Mapping[str, Tensor]) -> None:
-    """:func:`require_finite` of all tensors by name, with a single wait for a GPU."""
+    """:func:`require_finite` for all tensors by name, with a single wait for a GPU."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors.values():
         found = extremes(tensor)
@@ -44,7 +44,7 @@ def require_finite(name: str, tensor: Tensor) -> Tensor:
     """``tensor``, if it holds no NaN or Inf.
 
     Raises:
-        QtoolError: naming it and how many there are.
+        QtoolError: names the tensor and the number of such values.
     """
     if not is_finite(tensor):
         bad = int((~torch.isfinite(tensor.float())).sum())
@@ -53,13 +53,13 @@ def require_finite(name: str, tensor: Tensor) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> Tensor:
-    """Whether no element is NaN or Inf, ``[]``."""
+    """Whether no element is NaN or Inf, as a tensor ``[]``."""
     return torch.isfinite(torch.stack(extremes(tensor))).all()
 
 
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest element, both NaN where one is: they show what all would."""
-    if tensor.is_floating_point() and tensor.itemsize == 1:  # fp8, for which torch has neither
+    """The least and the largest element; both are NaN if any element is NaN."""
+    if tensor.is_floating_point() and tensor.itemsize == 1:  # torch has no extremes of fp8
         tensor = tensor.float()
     least, largest = torch.aminmax(tensor if tensor.numel() else tensor.new_zeros(1))
     return least, largest

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub answers: asked once, before any library retries for minutes."""
+"""Asks once whether the Hugging Face hub answers, before any library retries for minutes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ PROBE_SECONDS = 5.0
 def reachable() -> bool:
     """Whether the Hugging Face hub (or its mirror, ``HF_ENDPOINT``) answers.
 
-    A process asks once. False where the user asked for offline mode (``HF_HUB_OFFLINE=1``).
+    A process asks once. It is False if the user asked for offline mode (``HF_HUB_OFFLINE=1``).
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
@@ -20,16 +20,16 @@ def reachable() -> bool:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
-    except Exception:  # whatever the http client of the hub library raises
+    except Exception:  # the hub library's http client may raise anything
         return False
     return True
 
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Within it ``huggingface_hub`` and ``datasets`` open no connection.
+    """While open, ``huggingface_hub`` and ``datasets`` open no connection.
 
-    Caches are read; all else fails at once.
+    Caches are read; any other request fails at once.
     """
     import datasets.config
     from huggingface_hub import constants
@@ -44,7 +44,7 @@ def offline() -> Iterator[None]:
 
 @contextmanager
 def access() -> Iterator[None]:
-    """Go online where the hub answers, :func:`offline` where it does not, while open."""
+    """While open, be online if the hub answers, else :func:`offline`."""
     if reachable():
         yield
     else:

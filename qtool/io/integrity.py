@@ -1,8 +1,8 @@
-"""Checks that a checkpoint's shards are still the bytes whose hashes qtool.json has.
+"""Checks that a checkpoint's shards still have the hashes in qtool.json.
 
-``verify`` reports every difference; loading calls :func:`require_intact` first, a conversion
-:func:`require_file_intact` before each shard. Shards are hashed side by side, at the rate of the
-disk or of SHA-256, and what was hashed is in the page cache when it is loaded.
+``verify`` reports every difference; loading calls :func:`require_intact` first, and a conversion
+:func:`require_file_intact` before each shard. Shards are hashed in parallel, at the rate of the
+disk or of SHA-256, and a hashed shard is in the page cache when it is loaded.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ def require_intact(directory: Path) -> None:
     A model without a qtool.json has no recorded hashes and passes.
 
     Raises:
-        CheckFailed: naming the first shard that is missing or is not what was written, or a
-            qtool.json that cannot be read.
+        CheckFailed: names the first shard that is missing or has changed, or a qtool.json that
+            cannot be read.
     """
     if not (directory / RECORD).exists():
         return
@@ -36,7 +36,7 @@ def require_intact(directory: Path) -> None:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """The content of the qtool.json in ``directory``; empty where it is missing or damaged."""
+    """The content of the qtool.json in ``directory``; empty if it is missing or damaged."""
     try:
         found = json.loads((directory / RECORD).read_text())
     except (OSError, ValueError):
@@ -45,16 +45,16 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 
 def recorded_hashes(directory: Path) -> dict[str, str]:
-    """sha256 of each shard as it was written, by name; empty where nothing recorded them."""
+    """The recorded sha256 of each shard, by name; empty if there is no record."""
     found = read_record(directory).get("shards")
     return found if isinstance(found, dict) else {}
 
 
 def hashes_to_check(directory: Path) -> dict[str, str]:
-    """:func:`recorded_hashes` of what is to be converted.
+    """:func:`recorded_hashes` of a checkpoint that is to be converted.
 
     Raises:
-        CheckFailed: a qtool.json that cannot be read.
+        CheckFailed: qtool.json cannot be read.
     """
     found = recorded_hashes(directory)
     if not found and (directory / RECORD).exists():
@@ -63,10 +63,10 @@ def hashes_to_check(directory: Path) -> dict[str, str]:
 
 
 def require_file_intact(path: Path, recorded: str | None) -> None:
-    """Check that the file ``path`` has the sha256 ``recorded``; None passes.
+    """Check that the file ``path`` has the sha256 ``recorded``; None is not checked.
 
     Raises:
-        CheckFailed: naming the file.
+        CheckFailed: names the file.
     """
     if recorded is not None and sha256_of(path) != recorded:
         raise CheckFailed(
@@ -91,9 +91,9 @@ def damaged_shards(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def changed_config(directory: Path) -> Iterator[tuple[str, str]]:
-    """``(file, problem)`` where config.json is not what was written, though it may be on purpose.
+    """``(file, problem)`` if config.json has changed since it was written.
 
-    Loading takes it as it is: contexts are lengthened by an entry there.
+    Loading accepts a change, which may be on purpose: an entry there lengthens the context.
     """
     recorded = read_record(directory).get(CONFIG)
     if recorded is not None and sha256_of(directory / CONFIG) != recorded:
@@ -101,7 +101,7 @@ def changed_config(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def sha256_of(path: Path) -> str | None:
-    """sha256 of the file ``path``; None where there is none."""
+    """sha256 of the file ``path``; None if there is no such file."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -9,7 +9,7 @@ import yaml
 
 from qtool.io.source import BASE_CARD
 
-#: of the base model's own card, what holds for the result too
+#: fields of the base model's card that hold for the result too
 INHERITED = ("license", "license_name", "license_link", "language")
 
 TEMPLATE = """---
@@ -62,15 +62,15 @@ EXPORTED = """---
 {base}"""
 
 
-#: what lies between the two is written anew by each evaluation that is saved
+#: each saved evaluation replaces the text between these two
 RESULTS = "<!-- results -->", "<!-- /results -->"
 
 
 def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
-    """The card of the result whose qtool.json is ``provenance``, wherever it lies.
+    """The card of the result whose qtool.json has the content ``provenance``.
 
     Args:
-        base_card: of the source, if there is one.
+        base_card: path of the source's card, which need not exist.
     """
     source = provenance.get("source", {})
     base, exported = source.get("hub id"), provenance.get("exported from")
@@ -124,7 +124,7 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
 
 
 def with_results(card: str, table: str) -> str:
-    """``card`` with ``table``, in markdown, as its results; as it was if it has no place for it."""
+    """``card`` with ``table``, in markdown, as its results; unchanged if it has no place for it."""
     before, old, after = _parts(card)
     return card if old is None else f"{before}{RESULTS[0]}\n{table}\n{RESULTS[1]}{after}"
 
@@ -136,7 +136,7 @@ def results_in(card: str) -> str:
 
 
 def _parts(card: str) -> tuple[str, str | None, str]:
-    """What is before, in and after the place for results; None in it where ``card`` has none."""
+    """The text before, in and after the place for results; None in it if ``card`` has no place."""
     before, found, rest = card.partition(RESULTS[0])
     old, ended, after = rest.partition(RESULTS[1])
     return before, old.strip() if found and ended else None, after

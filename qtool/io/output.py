@@ -1,12 +1,12 @@
-"""The output directory of a run, which never looks whole before it is.
+"""The output directory of a run, which never looks complete before it is.
 
 A run works in ``OUT.partial``: shards appear there one by one, each atomically, each with a small
-record (sha256, notes). When all are there, config, index and ``qtool.json`` are written and the
-directory takes its name. A killed run leaves ``OUT.partial``; ``--resume`` checks that it was the
-same job, trusts only shards whose bytes match their record, and makes the rest. A run that was
-refused midway leaves it too, with a note, and the next run without ``--resume`` begins anew. Of
-several ranks the first opens and finishes the directory, and each shard has one that writes it; the
-records say nothing of ranks.
+record (sha256, notes). After the last one, config, index and ``qtool.json`` are written and the
+directory is renamed to OUT. A killed run leaves ``OUT.partial``; ``--resume`` checks that it was
+the same job, trusts only shards whose bytes match their record, and makes the rest. A run that was
+refused midway leaves it too, with a note, and the next run without ``--resume`` starts over. With
+several ranks, the first one opens and finishes the directory, and each shard is written by one
+rank; the records do not depend on ranks.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ RUN, JOB, LOCK, REFUSED = ".run", "job.json", "lock", "refused"
 
 
 def require_new(directory: Path) -> None:
-    """Check that ``directory`` can become a result: it is not there, or an empty directory.
+    """Check that ``directory`` can become a result: it does not exist, or is an empty directory.
 
-    Inside a model's directory it cannot: it would be uploaded and copied along with that model.
+    It must not be inside a model's directory, with which it would be uploaded and copied.
 
     Raises:
-        QtoolError: it cannot.
+        QtoolError: it cannot become a result.
     """
     if directory.is_symlink() or directory.is_mount():
         raise QtoolError(
@@ -58,10 +58,10 @@ def require_new(directory: Path) -> None:
 
 
 def lock(path: Path, directory: Path) -> IO[str]:
-    """Lock the file ``path`` until what is returned is closed: a run that works on ``directory``.
+    """Lock ``path`` for a run that works on ``directory``, until the returned file is closed.
 
     Raises:
-        QtoolError: another run works on it.
+        QtoolError: another run works on ``directory``.
     """
     file = path.open("w")
     try:
@@ -77,13 +77,13 @@ class Output:
 
     Args:
         directory: OUT.
-        identity: facts that must be the same for a run to be resumed, by name.
-        shards: their number.
+        identity: facts by name that must be the same for a run to be resumed.
+        shards: number of shards.
         resume: continue an unfinished run.
 
     Attributes:
-        records: of the shards that are written.
-        finished: OUT is whole already.
+        records: records of the shards that are written.
+        finished: OUT is already complete.
         continued: OUT.partial was there.
 
     Raises:
@@ -112,7 +112,7 @@ class Output:
         )
 
     def _open(self, resume: bool) -> None:
-        """Make or take over the directory, lock it and find its whole shards."""
+        """Make or take over the directory, lock it and find its complete shards."""
         directory = self.directory
         require_new(directory)
         if self.partial.exists() and not resume:
@@ -120,7 +120,7 @@ class Output:
         (self.partial / RUN).mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.partial / RUN / LOCK, self.partial)
         for unfinished in (*self.partial.glob("*.tmp"), *(self.partial / RUN).glob("*.tmp")):
-            unfinished.unlink()  # of a killed run
+            unfinished.unlink()  # a killed run left it
         try:
             self._record_or_check_job()
         except Exception:
@@ -133,7 +133,7 @@ class Output:
                 self.records[shard] = record
 
     def _remove_refused(self) -> None:
-        """Remove what a refused run left; an unfinished one is not lost."""
+        """Remove the files of a refused run; those of an unfinished run are kept."""
         run = self.partial / RUN
         with contextlib.ExitStack() as locked:
             with contextlib.suppress(OSError):  # no lock file: a run was killed at its start
@@ -154,7 +154,7 @@ class Output:
             try:
                 before = json.loads(path.read_text())
             except ValueError:
-                before = None  # damaged: each shard's record says which job it belongs to
+                before = None  # it is damaged, but each shard's record names its job
             for key, value in self.identity.items() if isinstance(before, dict) else ():
                 if before.get(key) != value:
                     raise QtoolError(
@@ -171,7 +171,7 @@ class Output:
         return self.partial / RUN / f"shard-{shard:05d}.json"
 
     def _intact(self, path: Path, record_path: Path) -> dict[str, Any] | None:
-        """The record of a file of this job if its bytes are those written; else None."""
+        """The record of a file of this job if its bytes match the record; else None."""
         try:
             record: dict[str, Any] = json.loads(record_path.read_text())
             if record["job"] != job_hash(self.identity):
@@ -191,7 +191,7 @@ class Output:
         return self.partial / self.name(shard)
 
     def missing_bytes(self, specs: Sequence[Mapping[str, Tensor]]) -> int:
-        """Bytes that the missing ones of the shards ``specs`` will take on the disk."""
+        """Bytes that the missing shards among ``specs`` will take on the disk."""
         missing = (spec for shard, spec in enumerate(specs, 1) if shard not in self.records)
         return sum(tensor.nbytes for spec in missing for tensor in spec.values())
 
@@ -225,7 +225,8 @@ class Output:
     ) -> None:
         """Store tensors that a resumed run needs, then their record.
 
-        They are gone when the run is finished. ``sync``: see :func:`qtool.io.safetensors.write`.
+        They are removed when the run is finished. ``sync`` is as in
+        :func:`qtool.io.safetensors.write`.
         """
         path, record = self._kept(name)
         record.unlink(missing_ok=True)
@@ -240,7 +241,7 @@ class Output:
         return None if record is None else (read_header(path), record["facts"])
 
     def drop(self, name: str) -> None:
-        """Remove what :meth:`keep` wrote as ``name``, if it is there."""
+        """Remove the tensors that :meth:`keep` wrote as ``name``, if they are there."""
         for path in reversed(self._kept(name)):
             path.unlink(missing_ok=True)
 
@@ -265,16 +266,16 @@ class Output:
                 self.partial.rmdir()
 
     def note_refusal(self) -> None:
-        """Let the next run begin anew: to resume this one would not change why it ended."""
+        """Let the next run start over, since this one would end for the same reason again."""
         with contextlib.suppress(FileNotFoundError):  # another rank has just discarded it
             (self.partial / RUN / REFUSED).touch()
 
     def finish(
         self, config: dict[str, Any], provenance: dict[str, Any], side_files: Mapping[str, Path]
     ) -> None:
-        """Write all files but the weights, and give the directory its name.
+        """Write all files but the weights, and rename the directory to OUT.
 
-        Beside index, config and provenance: the ``side_files`` under their names, and a model card.
+        They are index, config, provenance, the ``side_files`` under their names, and a model card.
 
         The notes of all shards but the first (the embedding) and the last (the head) are the
         provenance's ``blocks``, unless it has its own.
@@ -309,21 +310,21 @@ class Output:
         self.close()
 
     def close(self) -> None:
-        """Let another run have the directory."""
+        """Release the directory for another run."""
         if self.lock is not None:
             self.lock.close()
 
 
 def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether ``directory`` is the whole result of the same job.
+    """Whether ``directory`` is the complete result of the same job.
 
-    So it is after a run that was killed just after its last step.
+    This is so if the run was killed just after its last step.
     """
     return bool(read_record(directory).get("job") == identity)
 
 
 def job_hash(identity: Mapping[str, Any]) -> str:
-    """sha256 of the facts that make two jobs the same."""
+    """sha256 of ``identity``, the facts that are equal for equal jobs."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,6 +1,6 @@
-"""Reads the next block's weights while this one is computed.
+"""Reads the next block's weights while the current block is computed.
 
-They are copied to a GPU while this block's last forwards run.
+The weights are copied to a GPU while the current block's last forwards run.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from qtool.models.architecture import Architecture
 
 
 class ReadAhead:
-    """Reads blocks of ``source`` in a thread, one ahead.
+    """Reads blocks of ``source`` in a thread, one block ahead.
 
     Args:
-        pinned: into memory from which a GPU copies at full speed.
-        timed: a context that measures the reading.
+        pinned: read into pinned memory, from which a GPU copies at full speed.
+        timed: function that returns a context which measures the reading.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ReadAhead:
         """The tensors of block ``index`` by their name within it.
 
         Args:
-            following: the block to read next, from now on.
+            following: the block to read next; reading starts now.
         """
         moved, self._moved = self._moved, None
         if self._ahead is None or self._ahead[0] != index:
@@ -56,16 +56,16 @@ class ReadAhead:
         return moved[1]
 
     def move(self, device: torch.device) -> None:
-        """Copy the block that is read ahead, if it is there, to the GPU.
+        """Copy the block that was read ahead, if there is one, to the GPU.
 
-        The copy runs beside what is queued from now on.
+        The copy runs in parallel with work that is queued from now on.
         """
         if self._ahead is None or not self._ahead[1].done():
             return
         index, weights = self._ahead[0], self._ahead[1].result()
         moved = {name: torch.empty_like(weight, device=device) for name, weight in weights.items()}
         beside = torch.cuda.Stream(device)
-        beside.wait_stream(torch.cuda.current_stream(device))  # whose memory it may have been
+        beside.wait_stream(torch.cuda.current_stream(device))  # it may have used this memory
         with torch.cuda.stream(beside):
             for name, weight in weights.items():
                 moved[name].copy_(weight, non_blocking=True)

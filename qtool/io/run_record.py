@@ -1,12 +1,12 @@
 """The record of a run's time and memory, in ``OUT.run.json`` beside the directory OUT.
 
-Not inside: OUT holds nothing that differs between two runs of one job, or between a run and its
-resumption, so ``diff -r`` proves them equal. The record names the job it belongs to by a hash; a
-checkpoint that is moved or renamed keeps it if the file moves along, as ``DIR.run.json`` beside or
-``run.json`` inside. A record of another job, left behind under the same name, is not believed.
+The record is not inside OUT: nothing there differs between two runs of one job, or between a run
+and its resumption, so ``diff -r`` proves them equal. The record names its job by a hash. If a
+checkpoint is moved or renamed, the file can move along, as ``DIR.run.json`` beside or ``run.json``
+inside the directory. A record of another job under the same name is ignored.
 
 A resumed run adds an attempt. The file is written before an attempt's first block and after each
-shard, so a killed attempt counts up to its last whole shard::
+shard, so a killed attempt counts up to its last complete shard::
 
     {"format_version": 2, "job": "<sha256>",
      "seconds": 81.2, "peak_host_bytes": 912000000, "peak_device_bytes": 0, "device": "cpu",
@@ -14,10 +14,10 @@ shard, so a killed attempt counts up to its last whole shard::
      "shards": 14, "seconds": 81.2,
                    "peak_host_bytes": 912000000, "peak_device_bytes": 0, "phases": {"read": 3.1}}]}
 
-Seconds are of wall time, added over attempts; peaks are the largest of any attempt. Host memory is
-the process's resident set, device memory what torch allocated, both of the first of several ranks.
-Phases are named by the pipeline; those that run side by side may add up to more than the whole,
-those that nobody named to less.
+Seconds are wall time, added over attempts; peaks are the largest of any attempt. Host memory is the
+process's resident set, and device memory is the memory that torch allocated, both on the first of
+several ranks. The pipeline names the phases. Their sum may be larger than the whole, if some run in
+parallel, or smaller, if some time has no phase.
 """
 
 import json
@@ -42,7 +42,7 @@ SUFFIX, INSIDE = ".run.json", "run.json"
 
 @dataclass
 class Attempt:
-    """One process's part of a run; ``shards`` is how many it wrote."""
+    """One process's part of a run; ``shards`` is the number of shards that it wrote."""
 
     started: str
     device: str
@@ -58,9 +58,9 @@ class RunRecord:
 
     Args:
         directory: OUT.
-        identity: the job, as :class:`Output` has it.
-        device: the run's.
-        continued: the run was started before; its attempts are kept if they are of this job.
+        identity: the facts of the job, as in :class:`Output`.
+        device: device of the run.
+        continued: the run was started before; its attempts are kept if they belong to this job.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RunRecord:
         self.write()
 
     def write(self) -> None:
-        """Bring the file up to date; only rank 0 does."""
+        """Update the file; only rank 0 does so."""
         if ranks.rank() > 0:
             return
         attempt = self.attempt
@@ -109,7 +109,7 @@ class RunRecord:
 
 
 def read_run(directory: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of the native checkpoint ``directory``, or {} if there is none of that job."""
+    """The record of the native checkpoint ``directory``, or {} if that job has none."""
     for path in (record_path(directory), directory / INSIDE):
         found = _read(path)
         if found.get("job") == job_hash(identity):
@@ -130,12 +130,12 @@ def peak_host_bytes() -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """``NVIDIA H200``, or ``cpu``."""
+    """The name of ``device``: ``NVIDIA H200``, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A whole record; nothing where the file is missing, damaged or of another version."""
+    """The record in ``path``; {} if the file is missing, damaged or of another version."""
     try:
         found = json.loads(path.read_text())
         totals: dict[str, Any] = {key: str(found[key]) for key in ("job", "device")}

@@ -1,9 +1,9 @@
-"""Reading and writing safetensors files as streams, trusting nothing that is read.
+"""Reads and writes safetensors files as streams, and trusts nothing that it reads.
 
-The library's own reader maps files into memory, which counts as resident, and its writer wants all
-tensors at once; a converter that handles models larger than RAM needs neither. The format fits in a
-sentence: 8 bytes little-endian header length, a JSON header of ``{name: {dtype, shape,
-data_offsets}}``, then the bytes of the tensors without gaps.
+The library's own reader maps files into memory, which counts as resident, and its writer needs all
+tensors at once; models larger than RAM allow neither. The format is: 8 bytes little-endian header
+length, a JSON header of ``{name: {dtype, shape, data_offsets}}``, then the bytes of the tensors
+without gaps.
 """
 
 import errno
@@ -42,7 +42,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000
-#: how a file begins that stands for one which Git LFS has
+#: the beginning of a pointer file of Git LFS
 LFS = b"version https://git-lfs"
 
 
@@ -50,8 +50,8 @@ LFS = b"version https://git-lfs"
 class Within:
     """A tensor inside a stored matrix or vector of ``shape``: its rows ``start::step``.
 
-    Of a ``transposed`` matrix rows are what the file holds as columns. With ``order`` they are
-    those rows, in that order.
+    If the matrix is ``transposed``, its rows are columns in the file. With ``order`` the tensor has
+    the rows ``order``, in that order.
     """
 
     shape: tuple[int, ...]
@@ -63,17 +63,17 @@ class Within:
 
 @dataclass(frozen=True)
 class Computed(ABC):
-    """A tensor that no file holds: it is computed of stored ones whenever it is read.
+    """A tensor that no file holds: it is computed from stored tensors whenever it is read.
 
     Attributes:
-        operands: what it is computed of. Those of a stack are stacks.
+        operands: the tensors from which it is computed. A stack has stacks as operands.
     """
 
     operands: "tuple[Entry, ...]"
 
     @abstractmethod
     def read(self, rows: slice, *, transposed: bool = False) -> Tensor:
-        """The ``rows`` of the tensor, or of its transpose, of which only they are computed."""
+        """The ``rows`` of the tensor, or of its transpose; no other rows are computed."""
 
     def matrix(self, number: int) -> Self:
         """Matrix ``number`` of a stack."""
@@ -82,10 +82,10 @@ class Computed(ABC):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: position, dtype and shape, and what it is a part of.
+    """One tensor of a file: its position, dtype and shape, and the stored tensor it is part of.
 
-    With ``parts`` it is those, one row after another, and lies nowhere itself; nor does one that is
-    ``computed``.
+    With ``parts`` it consists of these, one row after another, and has no position itself, as a
+    ``computed`` tensor has none.
     """
 
     path: Path
@@ -135,18 +135,19 @@ class Entry:
 
 
 def _compact(numbers: list[int]) -> Sequence[int]:
-    """``numbers`` that do not change any more, as a range if they are one."""
+    """``numbers`` as an immutable sequence: a range if they form one."""
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     short = range(numbers[0], numbers[0] + step * len(numbers), step) if numbers and step else ()
     return short if list(short) == numbers else tuple(numbers)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file, after checking that header and length agree.
+    """The tensors of a file, after a check that header and length agree.
 
     Raises:
-        NotDownloaded: missing, or a pointer of Git LFS.
-        QtoolError: truncated, not safetensors, unknown dtype, overlapping or out-of-range data.
+        NotDownloaded: the file is missing or a pointer of Git LFS.
+        QtoolError: the file is truncated, not safetensors, has an unknown dtype, or overlapping or
+            out-of-range data.
     """
     try:
         size = path.stat().st_size
@@ -212,7 +213,8 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
     ``pinned`` memory copies fast to a GPU.
 
     Raises:
-        Interrupted: the file cannot be read now. QtoolError: it is shorter than it was.
+        Interrupted: the file cannot be read now.
+        QtoolError: the file is shorter than it was.
     """
     if entry.parts or entry.within or entry.computed:
         made = _made(entry, slice(None) if rows is None else rows)
@@ -242,7 +244,7 @@ def read(entry: Entry, rows: slice | None = None, *, pinned: bool = False) -> Te
 
 
 def _made(entry: Entry, rows: slice) -> Tensor:
-    """The ``rows`` of a tensor that does not lie in a file as it is."""
+    """The ``rows`` of a tensor that no file holds in this form."""
     if entry.parts:
         return torch.cat([read(part) for part in entry.parts]).reshape(entry.shape)[rows]
     if (within := entry.within) is None:
@@ -273,14 +275,14 @@ def write(
     """Write a file as a stream, atomically; returns its sha256.
 
     Args:
-        specs: every tensor in file order; only shape and dtype are looked at (``meta`` is fine).
-        tensors: ``(name, rows)`` in that order; a tensor may come in several pieces along dimension
-            0.
+        specs: every tensor in file order; only shape and dtype are used (``meta`` is fine).
+        tensors: ``(name, rows)`` in that order; a tensor may be given in several pieces along
+            dimension 0.
         sync: wait until the bytes are on the disk.
 
     Raises:
         NoSpace: the disk is full.
-        QtoolError: pieces that do not add up to the specs.
+        QtoolError: the pieces do not match the specs.
     """
     digest, header = hashlib.sha256(), _header(specs)
     expected = len(header) + sum(spec.nbytes for spec in specs.values())
@@ -298,7 +300,7 @@ def write(
 
 
 def _header(specs: Mapping[str, Tensor]) -> bytes:
-    """The header of a file that holds tensors like ``specs``, its length before it."""
+    """The header of a file that holds tensors like ``specs``, preceded by its length."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, spec in specs.items():
@@ -332,7 +334,7 @@ def _pieces(
 
 
 def write_atomic(path: Path, put: Callable[[BinaryIO], Any], *, sync: bool = True) -> None:
-    """Write ``path`` through a temporary file of this process, renamed when it is whole.
+    """Write ``path`` through a temporary file of this process, renamed when it is complete.
 
     Args:
         sync: wait until the bytes are on the disk. Without it the file outlives the process, but
@@ -358,21 +360,21 @@ def _temporary(path: Path) -> Path:
 
 @contextmanager
 def space_for(path: Path) -> Iterator[None]:
-    """Says in a sentence that the disk is full while ``path`` is written.
+    """Raise a clear error if the disk is full while ``path`` is written.
 
     Raises:
-        NoSpace: it is.
-        OSError: anything else that was met, naming a file.
+        NoSpace: the disk is full.
+        OSError: any other error of the system; it names a file.
     """
     try:
         yield
     except OSError as error:
-        numpys = error.errno is None and "requested and" in str(error)  # which gives no reason
+        numpys = error.errno is None and "requested and" in str(error)  # it names no reason
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or numpys:
             raise NoSpace(
                 f"no space left on the disk that holds {path.parent} (writing {path.name})"
             ) from error
-        # written bytes know no name, and nobody asked for the temporary file's
+        # a failed write has no file name, and the temporary file's name means nothing to a user
         if error.errno and error.filename in (None, str(_temporary(path))):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
@@ -384,5 +386,5 @@ def write_json(path: Path, value: Any, *, sync: bool = True) -> None:
 
 
 def write_text(path: Path, text: str, *, sync: bool = True) -> None:
-    """Write ``text`` in UTF-8, atomically; a file name's bytes that are none become ``?``."""
+    """Write ``text`` in UTF-8, atomically; bytes of a file name outside UTF-8 become ``?``."""
     write_atomic(path, lambda file: file.write(text.encode(errors="replace")), sync=sync)

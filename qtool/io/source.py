@@ -1,6 +1,6 @@
-"""A checkpoint to read from: where MODEL is, its config, and its tensors by name.
+"""A checkpoint to read from: the directory of MODEL, its config, and its tensors by name.
 
-Tensors are read when they are asked for.
+A tensor is read when it is asked for.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEMO = Path(__file__).parent.parent / "demo"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-#: what belongs to a model beside its weights
+#: files that belong to a model besides its weights
 SIDE_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -45,14 +45,14 @@ SIDE_FILES = (
     "USE_POLICY*",
     "README.md",
 )
-#: endings of code and of pickles, which are never carried
+#: endings of code and of pickles, which are never copied
 NEVER_CARRIED = {".py", ".pyc", ".so", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy"}
-#: the model card of a native checkpoint, and the name its source's card is kept under
+#: the name of a native checkpoint's model card, and of the source's card in it
 CARD, BASE_CARD = "README.md", "README.base.md"
 
-#: where GPTQ checkpoints have their configuration, the older ones only there
+#: the configuration file of GPTQ checkpoints; older ones have no other configuration
 QUANTIZE_CONFIG = "quantize_config.json"
-#: the same weights once more, in forms and in folders that other loaders read
+#: duplicates of the weights, in forms and in folders that other loaders read
 OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors", "original/*"]
 
 
@@ -61,10 +61,10 @@ def resolve(model: str, *, weights: bool = True, files: list[str] | None = None)
 
     Args:
         weights: download the weights too, not only config.json.
-        files: download these instead.
+        files: download these files instead.
 
     Raises:
-        QtoolError: neither a directory nor reachable on the hub.
+        QtoolError: MODEL is neither a directory nor reachable on the hub.
     """
     if model == "demo":
         return DEMO
@@ -83,10 +83,10 @@ def resolve(model: str, *, weights: bool = True, files: list[str] | None = None)
 
 
 def directory_of(model: str | PathLike[str], *, weights: bool = True) -> Path:
-    """The directory of ``model``: a path is one, a text what :func:`resolve` takes.
+    """The directory of ``model``: a path itself, or the result of :func:`resolve` for a text.
 
     Raises:
-        QtoolError: it is neither a path nor a text.
+        QtoolError: ``model`` is neither a path nor a text.
     """
     if isinstance(model, str):
         return resolve(model, weights=weights)
@@ -119,12 +119,12 @@ class Checkpoint:
     (:mod:`qtool.io.dequantize`): config and entries are those of the plain model.
 
     Attributes:
-        directory: the model's.
-        config: the content of its config.json.
+        directory: directory of the model.
+        config: content of its config.json.
         entries: every tensor by name.
-        nbytes: of the tensors in the files.
-        published: the format of weights that are dequantized.
-        adapter: one that is merged.
+        nbytes: bytes of the tensors in the files.
+        published: the format of the weights if they are dequantized, else None.
+        adapter: the adapter that is merged, or None.
     """
 
     def __init__(self, directory: Path, adapter: "Adapter | None" = None) -> None:
@@ -179,14 +179,14 @@ class Checkpoint:
         """The place of tensor ``name`` in its file.
 
         Raises:
-            QtoolError: if the checkpoint has no such tensor.
+            QtoolError: the checkpoint has no such tensor.
         """
         if name not in self.entries:
             raise QtoolError(f"{self.directory}: tensor {name} is missing")
         return self.entries[name]
 
     def read(self, name: str, rows: slice | None = None, *, pinned: bool = False) -> Tensor:
-        """Tensor ``name`` (or its rows), on CPU, in its stored dtype."""
+        """Tensor ``name`` (or its ``rows``) on the CPU, in its stored dtype."""
         return read(self.entry(name), rows, pinned=pinned)
 
     def under(self, prefix: str) -> Iterator[str]:
@@ -196,7 +196,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """A hash of the config and of the names, shapes and places of the tensors.
 
-        Cheap (reads no weights); together with the files' modification times it tells a changed
+        It reads no weights. Together with the files' modification times it detects a changed
         source.
         """
         digest = hashlib.sha256(json.dumps(self._config, sort_keys=True).encode())
@@ -217,10 +217,10 @@ class Checkpoint:
         return digest.hexdigest()
 
     def require_unchanged(self, fingerprint: str) -> None:
-        """Check that the files are still those that had ``fingerprint`` when reading began.
+        """Check that the files still have the ``fingerprint`` from before reading.
 
         Raises:
-            QtoolError: they changed, so that what was read may be of two models.
+            QtoolError: the files changed, so that the tensors read may belong to two models.
         """
         if self.fingerprint() != fingerprint:
             raise QtoolError(
@@ -231,7 +231,7 @@ class Checkpoint:
     def identity(self) -> dict[str, Any]:
         """The source's provenance: directory, hub id if it has one, fingerprint.
 
-        It also names the format that the weights were dequantized from, and the adapter merged in.
+        It also names the format from which weights were dequantized, and the merged adapter.
         """
         facts: dict[str, Any] = {**provenance(self.directory), "fingerprint": self.fingerprint()}
         if self.published:
@@ -242,14 +242,14 @@ class Checkpoint:
 
     @property
     def notes(self) -> list[str]:
-        """A sentence for each way in which the weights are not those in the files."""
+        """A sentence for each way in which the weights differ from those in the files."""
         notes = [dequantized_note(self.published)] if self.published else []
         if self.adapter:
             notes.append(f"the adapter {self.adapter.directory.name} is merged into the weights")
         return notes
 
     def side_files(self) -> dict[str, Path]:
-        """Files that a result copies: tokenizer, templates, license, by their names there.
+        """Files that a result copies (tokenizer, templates, license), by their names in it.
 
         The model card is kept as ``README.base.md``. Code and pickles are left behind.
         """
@@ -268,11 +268,11 @@ class Checkpoint:
 def read_config(directory: Path) -> dict[str, Any]:
     """The content of ``config.json``.
 
-    Its ``quantization_config`` may lie in a file beside it, as AutoGPTQ wrote it.
+    Its ``quantization_config`` may be in a separate file, as AutoGPTQ wrote it.
 
     Raises:
-        QtoolError: missing, not JSON, without ``model_type``, or naming another file of weights or
-            a dtype that no model runs in.
+        QtoolError: the file is missing, is not JSON, has no ``model_type``, or names another file
+            of weights or a dtype in which no model runs.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -294,8 +294,8 @@ def read_config(directory: Path) -> dict[str, Any]:
                 f"{path}: its {whose}dtype is {dtype!r}, in which no model can be loaded: write "
                 f"that of the weights there, one of {', '.join(DTYPES)}"
             )
-    config.pop("auto_map", None)  # names code beside the model, which is neither run nor copied
-    named = config.pop("transformers_weights", None)  # or a native checkpoint's notice
+    config.pop("auto_map", None)  # it names code beside the model, which is not run or copied
+    named = config.pop("transformers_weights", None)  # a native checkpoint has its notice here
     endings = (".safetensors", ".safetensors.index.json")
     if str(named).endswith(endings) and named not in (SINGLE, INDEX):
         raise QtoolError(
@@ -314,10 +314,12 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def plain_config(config: dict[str, Any]) -> tuple[dict[str, Any], FloatFormat | None]:
-    """``config`` as of the plain model where its weights are dequantized, and their format.
+    """The plain model's config and the published format, if the weights are dequantized.
+
+    Otherwise it is ``config`` itself, and None.
 
     Raises:
-        QtoolError: a format that is known, with settings that are not.
+        QtoolError: a known format has unknown settings.
     """
     if (found := published(config)) is None:
         return config, None
@@ -325,7 +327,7 @@ def plain_config(config: dict[str, Any]) -> tuple[dict[str, Any], FloatFormat | 
 
 
 def dequantized_note(found: FloatFormat) -> str:
-    """A sentence on weights of the format ``found``."""
+    """A sentence about weights in the format ``found``."""
     return f"the weights are {found.about}, dequantized when they are read"
 
 
@@ -342,7 +344,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        QtoolError: it cannot be read, or holds something else.
+        QtoolError: the file cannot be read, or holds something else.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -374,13 +376,13 @@ def _gguf(path: Path) -> str:
 
 
 def _conversion(directory: Path, more: str = "", how: str = "") -> str:
-    """The command by which transformers makes a safetensors checkpoint of a directory.
+    """The command by which transformers converts a directory to a safetensors checkpoint.
 
     Args:
-        more: arguments of ``from_pretrained`` that say which file is read.
-        how: arguments that say how weights are read.
+        more: arguments of ``from_pretrained`` that select the file to read.
+        how: arguments that say how to read the weights.
     """
-    hub_id = provenance(directory).get("hub id")  # whose other weights were not downloaded
+    hub_id = provenance(directory).get("hub id")  # its other weights were not downloaded
     model = hub_id or str(directory)
     out = f"{hub_id.split('/')[-1] if hub_id else model}-safetensors"
     return (

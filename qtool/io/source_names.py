@@ -1,8 +1,8 @@
 """Gives the tensors of a source the names that its family declares.
 
-Other names and forms that occur; none of them costs a copy:
+These other names and forms occur; none of them costs a copy:
 
-- the head alone, where embedding and head are tied: it is the embedding;
+- the head alone if embedding and head are tied: it is the embedding;
 - names without ``model.`` (``transformer.``), as the bare decoder's own ``save_pretrained`` writes
   them;
 - ``experts.gate_up_proj [E, 2 I, H]`` and ``experts.down_proj [E, H, I]``, transformers 5's own
@@ -11,7 +11,7 @@ Other names and forms that occur; none of them costs a copy:
 - ``mlp.gate`` of a Mixtral beside such stacks: ``block_sparse_moe.gate``;
 - weights with inputs before outputs, as GPT-2's;
 - rows of other tensors, such as the convolutions of q, k and v that transformers joins along
-  dimension 0 when it loads them, or a tower's q, k and v, which are one there.
+  dimension 0 when it loads them, or a tower's q, k and v, which are one tensor in the file.
 """
 
 from collections.abc import Mapping
@@ -30,16 +30,16 @@ from qtool.models.parts import Experts, RowsOf
 def adopt(source: Checkpoint, model: Architecture) -> None:
     """Give the entries of ``source`` the names that the family of ``model`` declares, in place.
 
-    Then its adapter, if it has one, is merged into them.
+    Then the adapter of ``source``, if it has one, is merged into them.
 
     Raises:
-        QtoolError: stacked experts of another shape than config.json says, or an adapter that is of
-            another model or changes an embedding that is the head too.
+        QtoolError: stacked experts have another shape than config.json says, or the adapter belongs
+            to another model or changes an embedding that is also the head.
     """
     family = model.family
     own_names = {d: o for o, d in family.disk_names.items()}
     modules = {d.removesuffix(".weight"): o.removesuffix(".weight") for d, o in own_names.items()}
-    own_names = modules | own_names  # of packed linears too, which have no weight
+    own_names = modules | own_names  # also packed linears, which have no weight
     made = _made(source.entries, model) if family.rows_on_disk else {}
     if own_names:
         source.entries = {_renamed(name, own_names): e for name, e in source.entries.items()}
@@ -55,7 +55,7 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
         entries[embedding] = entries.pop(head)
     for name in family.transposed & entries.keys():
         stored = entries[name]
-        if not (stored.within or isinstance(stored.computed, Merged | Cast)):  # adopted once
+        if not (stored.within or isinstance(stored.computed, Merged | Cast)):  # not adopted yet
             entries[name] = stored.transposed()
     if names := family.experts:
         for block in range(model.blocks):
@@ -73,14 +73,14 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
 
 
 def as_on_disk(source: Checkpoint) -> Checkpoint:
-    """``source`` under the names of its files, which transformers loads; its adapter is merged."""
+    """``source`` by the names in its files, which transformers loads, with its adapter merged."""
     found = Checkpoint(source.directory, source.adapter)
     if found.adapter:
         entries, family = found.entries, family_of(found.config)
         prefix = family.embedding.partition(".")[0]
 
         def stored_name(name: str) -> str:
-            for stored in (name, name.removeprefix(f"{prefix}.")):  # or of the bare decoder
+            for stored in (name, name.removeprefix(f"{prefix}.")):  # or the bare decoder's name
                 if stored in entries:
                     return stored
             return _renamed(name, family.disk_names)
@@ -90,7 +90,7 @@ def as_on_disk(source: Checkpoint) -> Checkpoint:
 
 
 def _made(entries: dict[str, Entry], model: Architecture) -> dict[str, Entry]:
-    """What is made of rows of ``entries``, which it takes out of there."""
+    """The tensors that are made of rows of ``entries``; those entries are removed."""
     rows, shapes = model.family.rows_on_disk, model.source_shapes()
     experts = model.family.sizes.get("experts", lambda _: 1)(model.namespace)
     made = {
@@ -107,7 +107,7 @@ def _made(entries: dict[str, Entry], model: Architecture) -> dict[str, Entry]:
 
 
 def _rows_of(stored: Entry, part: RowsOf) -> Entry:
-    """The rows ``part`` of a tensor, those of a stack's matrices one after another."""
+    """The rows ``part`` of a tensor; the rows of a stack's matrices follow one another."""
     if len(stored.shape) == 3:
         stored = replace(stored, shape=(prod(stored.shape[:2]), stored.shape[2]))
     if part.transposed:
@@ -120,9 +120,9 @@ def _rows_of(stored: Entry, part: RowsOf) -> Entry:
 
 
 def _joined(parts: list[Entry], shape: tuple[int, ...] | None, experts: int) -> Entry:
-    """All rows of ``parts``, in ``shape`` if that is a stack of as many.
+    """All rows of ``parts``, in ``shape`` if that is a stack with as many rows.
 
-    Without a shape they are a stack of ``experts``, whose parts have shapes.
+    Without a ``shape`` they form a stack of ``experts``, whose parts have shapes.
     """
     rows = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
     shape = shape or (experts, rows[0] // experts, *rows[1:])
@@ -133,7 +133,7 @@ def _joined(parts: list[Entry], shape: tuple[int, ...] | None, experts: int) -> 
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """``name`` with that of its tensor or nearest module replaced, if it is in ``names``."""
+    """``name`` with its own or its nearest module's name replaced, if that is in ``names``."""
     parts = name.split(".")
     prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     prefix = next((p for p in prefixes if p in names), None)
@@ -141,9 +141,9 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: Experts) -> None:
-    """Give one block's stacked experts, if it has them, one entry a linear.
+    """Give one block's stacked experts, if it has them, an entry for each linear.
 
-    What lies beside them gets its name on disk.
+    Tensors beside the stacks get their names on disk.
     """
     first = "gate_up_proj" if names.gate else "up_proj"
     if not all(f"{attribute}.experts.{part}" in entries for part in (first, "down_proj")):
@@ -167,7 +167,7 @@ def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: E
 
 
 def _require_stacks(attribute: str, both: Entry, down: Entry, names: Experts) -> None:
-    """Check that two stacks are those of one mixture."""
+    """Check that two stacks belong to one mixture of experts."""
     turned = slice(None, None, -1) if names.transposed else slice(None)
     if len(both.shape) == len(down.shape) == 3:
         rows, hidden = tuple(both.shape[1:])[turned]

@@ -1,7 +1,7 @@
 """Writes files in a thread while the next blocks are computed.
 
-A file counts only when its record is on disk, and it is reported only then. What was submitted is
-written, also when the run stops with an error: every finished block is kept.
+A file counts, and is reported, only when its record is on disk. Submitted files are written even if
+the run stops with an error, so every finished block is kept.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TypeVar
 
 T = TypeVar("T")
-#: writes that may wait for the disk
+#: number of writes that may wait for the disk
 AHEAD = 2
 
 
@@ -26,7 +26,7 @@ class WriteBehind:
         return self
 
     def submit(self, write: Callable[[], None], written: Callable[[], None]) -> None:
-        """Queue ``write``; waits while too many are pending.
+        """Queue ``write``; this waits while too many writes are pending.
 
         Args:
             written: called in the caller's thread after the write, in the order of the writes.
@@ -38,7 +38,7 @@ class WriteBehind:
         self._settle(AHEAD)
 
     def submit_optional(self, write: Callable[[], T]) -> Future[T]:
-        """Queue ``write``, which nothing waits for but the caller."""
+        """Queue ``write``; only the caller may wait for it."""
         return self._thread.submit(write)
 
     def wait(self) -> None:

@@ -1,9 +1,9 @@
-"""Checkpoints published in a floating-point format of fewer than 16 bits, read as plain ones.
+"""Reads checkpoints published in a floating-point format of fewer than 16 bits as plain models.
 
-One file a format, as ``quant_method`` names it; each says which tensors are a weight. A weight is
-computed when it is read, so that whoever reads a :class:`~qtool.io.source.Checkpoint` sees the
-names, shapes and 16-bit dtype of the model as it was before. Integer codes are not dequantized:
-:mod:`qtool.exchange` imports them as they are.
+There is one file for each format, named after its ``quant_method``, which says which tensors make a
+weight. A weight is computed when it is read, so that a :class:`~qtool.io.source.Checkpoint` has the
+names, shapes and 16-bit dtype of the original model. Integer codes are not dequantized:
+:mod:`qtool.exchange` imports them unchanged.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,10 +25,10 @@ FORMATS: dict[str, Callable[[Config], FloatFormat | None]] = {
 
 
 def published(config: Mapping[str, Any]) -> FloatFormat | None:
-    """The format of the weights of a config.json; None where nothing here dequantizes them.
+    """The format of the weights of a config.json; None if no format here dequantizes them.
 
     Raises:
-        QtoolError: a format that is known, with settings that are not.
+        QtoolError: a known format has unknown settings.
     """
     quantization = config.get("quantization_config") or {}
     if (describe := FORMATS.get(str(quantization.get("quant_method")))) is None:
@@ -44,7 +44,7 @@ def dequantized(
 ) -> dict[str, Entry]:
     """The tensors of the plain model: weights for codes and scales, in the dtype of ``config``.
 
-    That is bfloat16 where it names none.
+    The dtype is bfloat16 if ``config`` names none.
 
     Raises:
         QtoolError: codes or scales that do not belong together.

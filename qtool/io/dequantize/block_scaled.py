@@ -2,10 +2,10 @@
 
     W[n, k] = code[n, k] * scale[n // bn, k // bk] / divisor
 
-in float32, rounded once. Codes are float8_e4m3fn, or E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
-negatives), two a byte with the even column in the low half. Scales are floats, or bytes that are
-powers of two (E8M0: ``2 ** (byte - 127)``). Blocks at the edges may be smaller (Open Compute
-Project, Microscaling Formats 1.0, section 5; DeepSeek-V3, section 3.3).
+The product is computed in float32 and rounded once. Codes are float8_e4m3fn, or E2M1 (0, 0.5, 1,
+1.5, 2, 3, 4, 6 and their negatives), two in a byte with the even column in the low half. Scales are
+floats, or bytes that stand for powers of two (E8M0: ``2 ** (byte - 127)``). Blocks at the edges may
+be smaller (Open Compute Project, Microscaling Formats 1.0, section 5; DeepSeek-V3, section 3.3).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from qtool.io.safetensors import Computed, Entry, read
 
 #: ``[bn, bk]``, rows and columns of a block
 Block = tuple[int, int]
-#: weights that are in memory in float32 at a time
+#: number of weights that are in memory in float32 at a time
 PIECE = 1 << 22
 
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -31,14 +31,14 @@ _PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=1)
 
 @dataclass(frozen=True)
 class BlockScaled(Computed):
-    """Of operands ``(codes [N, K], scales [N / bn, K / bk])``, or stacks of such.
+    """A weight with the operands ``(codes [N, K], scales [N / bn, K / bk])``, or stacks of them.
 
-    A third, ``[1]``, is a divisor of the scales.
+    A third operand, ``[1]``, is a divisor of the scales.
 
     Attributes:
-        shape: ``[N, K]``, of a matrix of a stack too.
+        shape: ``[N, K]`` of the weight, or of each matrix of a stack.
         block: ``[bn, bk]``.
-        dtype: of the weight.
+        dtype: dtype of the weight.
         transposed: the tensor is ``W.T``.
     """
 
@@ -70,7 +70,7 @@ class BlockScaled(Computed):
             stored = read(codes, slice(piece.start, piece.stop, piece.step))
             values = _as_float(stored) if stored.dtype == torch.float8_e4m3fn else _pairs(stored)
             scale = grid[torch.tensor(piece) // bn]
-            edge = k // bk * bk  # a narrower block follows
+            edge = k // bk * bk  # the columns from here on are a narrower block
             if edge:
                 values[:, :edge].unflatten(1, (-1, bk)).mul_(scale[:, : k // bk, None])
             values[:, edge:].mul_(scale[:, -1:])
@@ -88,14 +88,15 @@ def block_scaled(
     divisor: Entry | None = None,
     transposed: bool = False,
 ) -> Entry:
-    """The weight ``name`` of ``codes [..., N, K]`` and ``scales``.
+    """The weight ``name`` made from ``codes [..., N, K]`` and ``scales``.
 
     Args:
-        blocks: that its scales may be of; a scale a row and a scale a matrix always may.
+        blocks: sizes of blocks that scales may have; one scale for a row or for a matrix is always
+            accepted.
 
     Raises:
-        QtoolError: codes that are no matrix, scales of none of these blocks, a divisor that is not
-            one number a matrix, or either of another dtype.
+        QtoolError: codes are no matrix, scales fit none of these blocks, a divisor is not one
+            number for a matrix, or one of them has another dtype.
     """
     if len(codes.shape) < 2 or 0 in codes.shape:
         raise QtoolError(f"{name}: codes of shape {list(codes.shape)} are no matrix")
@@ -147,11 +148,11 @@ def _without_ones(shape: Iterable[int]) -> list[int]:
 
 
 def _as_float(stored: Tensor) -> Tensor:
-    """Stored numbers in float32; bytes are exponents (E8M0)."""
+    """Stored numbers in float32; bytes are read as exponents (E8M0)."""
     return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """The values of ``codes [N, K / 2]``, two E2M1 a byte, in float32 ``[N, K]``."""
+    """The values of ``codes [N, K / 2]``, two E2M1 in a byte, in float32 ``[N, K]``."""
     values = _PAIRS.index_select(0, codes.view(torch.uint8).flatten().int())
     return values.view(len(codes), 2 * prod(codes.shape[1:]))

@@ -1,6 +1,6 @@
 """compressed-tensors' floating-point formats, which llm-compressor writes.
 
-float-quantized: ``weight`` float8_e4m3fn with ``weight_scale``, one a matrix, a row, a group of
+float-quantized: ``weight`` float8_e4m3fn with ``weight_scale``, one for a matrix, a row, a group of
 columns or a block. nvfp4-pack-quantized: ``weight_packed`` uint8 ``[N, K / 2]`` (E2M1) with
 ``weight_scale`` float8_e4m3fn ``[N, K / 16]`` divided by ``weight_global_scale [1]``.
 mxfp4-pack-quantized: the same with ``weight_scale`` uint8 ``[N, K / 32]`` (E8M0) and no divisor.
@@ -22,7 +22,7 @@ FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """Codes of 8 bits, in one of ``blocks``, or of 4."""
+    """The format of codes of 8 bits in one of ``blocks``, or of codes of 4 bits."""
 
     formats: tuple[str, ...]
     blocks: tuple[Block, ...]
@@ -58,10 +58,10 @@ class CompressedTensors:
 
 
 def published(config: Config) -> CompressedTensors | None:
-    """The format of ``config``; None where its codes are integers.
+    """The format of ``config``; None if its codes are integers.
 
     Raises:
-        QtoolError: floats in a form that is not known here.
+        QtoolError: the codes are floats in an unknown form.
     """
     groups = config.get("config_groups") or {}
     weights = {name: group.get("weights") or {} for name, group in groups.items()}
@@ -87,7 +87,7 @@ def published(config: Config) -> CompressedTensors | None:
 
 
 def _blocks(weights: Config) -> list[Block]:
-    """The size of a block where scales are of blocks or of groups of columns."""
+    """The sizes of blocks if scales belong to blocks or to groups of columns; else none."""
     if weights.get("strategy") == "block":
         return [block_of(weights["block_structure"], "compressed-tensors: block_structure")]
     if weights.get("strategy") == "group":

@@ -1,14 +1,14 @@
-"""``quant_method`` fp8: weights in float8_e4m3fn, as of DeepSeek-V3, Qwen3-FP8 and others.
+"""``quant_method`` fp8: weights in float8_e4m3fn, as in DeepSeek-V3, Qwen3-FP8 and others.
 
-``weight [N, K]`` with ``weight_scale_inv`` (DeepSeek, transformers), ``weight_scale`` (AutoFP8),
-``scale`` (DeepSeek-V4) or ``qscale_weight`` (Mistral): one a block of ``weight_block_size``, a row
-or a matrix, which the codes are *multiplied* by. Stacks of experts have scales of their own name:
-``gate_up_proj`` and ``gate_up_proj_scale_inv``. Experts of DeepSeek-V4 are E2M1, two a byte (int8),
-with a scale every 32 columns.
+A linear has ``weight [N, K]`` with ``weight_scale_inv`` (DeepSeek, transformers), ``weight_scale``
+(AutoFP8), ``scale`` (DeepSeek-V4) or ``qscale_weight`` (Mistral): one scale for a block of
+``weight_block_size``, a row or a matrix, by which the codes are *multiplied*. Stacks of experts
+have scales named after them: ``gate_up_proj`` and ``gate_up_proj_scale_inv``. Experts of
+DeepSeek-V4 are E2M1, two in a byte (int8), with a scale for every 32 columns.
 
-transformers takes the size of a block from the number of scales, which is another one where a block
-at the edge is smaller (576 rows in blocks of 128 are 5 blocks, not 5 times 115.2); DeepSeek's own
-code and this one take it from ``weight_block_size``.
+transformers takes the size of a block from the number of scales. This is wrong if a block at the
+edge is smaller: 576 rows in blocks of 128 are 5 blocks, not 5 times 115.2. DeepSeek's own code and
+this file take the size from ``weight_block_size``.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ FP4_COLUMNS = 32
 
 @dataclass(frozen=True)
 class Fp8:
-    """Codes of 8 bits, in blocks where ``block`` is given."""
+    """The format of codes of 8 bits, in blocks if ``block`` is given."""
 
     block: Block | None
     scales = ("_scale_inv", ".weight_scale", ".qscale_weight")
@@ -56,7 +56,7 @@ def published(config: Config) -> Fp8:
     """The format of ``config``.
 
     Raises:
-        QtoolError: a ``weight_block_size`` that is no pair of sizes.
+        QtoolError: ``weight_block_size`` is no pair of sizes.
     """
     block = config.get("weight_block_size")
     return Fp8(None if block is None else block_of(block, "fp8: weight_block_size"))

@@ -1,7 +1,7 @@
 """``quant_method`` mxfp4: experts in E2M1 with a power of two every 32 input channels (GPT-OSS).
 
 ``NAME_blocks`` uint8 ``[E, N, K / 32, 16]`` and ``NAME_scales`` uint8 ``[E, N, K / 32]`` are the
-stack ``NAME [E, K, N]``, which transformers holds transposed. Other tensors are as they are.
+stack ``NAME [E, K, N]``, which transformers holds transposed. Other tensors are not quantized.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ COLUMNS = 32
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Codes of 4 bits in blocks of 32."""
+    """The format of codes of 4 bits in blocks of 32."""
 
     about = f"MXFP4 in blocks of {COLUMNS}"
     scales = (SCALES,)
@@ -43,5 +43,5 @@ class Mxfp4:
 
 
 def published(config: Config) -> Mxfp4:
-    """The format of ``config``, which names modules that are left out, and nothing else."""
+    """The format of ``config``, which only names the modules that are not quantized."""
     return Mxfp4()

@@ -1,4 +1,4 @@
-"""The protocol of a floating-point format of fewer than 16 bits that models are published in."""
+"""The protocol of a floating-point format of fewer than 16 bits of published models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ Entries = Mapping[str, Entry]
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of which a checkpoint stores codes and scales.
+    """A weight that a checkpoint stores as codes and scales.
 
     Attributes:
-        name: of the weight in the plain model.
-        entry: how to read it.
-        stored: names of the tensors that it is made of.
+        name: name of the weight in the plain model.
+        entry: the entry that reads the weight.
+        stored: names of the tensors from which it is made.
     """
 
     name: str
