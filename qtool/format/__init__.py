@@ -1,7 +1,7 @@
 """The native format of a packed linear and of a checkpoint.
 
-It is the one statement behind the plan's sizes, the writer, the loader, ``verify``, the exports and
-the serving plugin. It is plain data with no model in it.
+The plan's sizes, the writer, the loader, ``verify``, the exports and the serving plugin all use
+this one description. It is plain data and holds no model.
 """
 
 from qtool.format.checkpoint import (

@@ -16,11 +16,12 @@ from qtool.layouts import LAYOUTS
 from qtool.models.architecture import DTYPES
 from qtool.schemes import SCHEMES
 
-#: 2 has linears whose inputs are rotated at run time, which 1 would have run as if they were not
+#: version 2 has linears whose inputs are rotated at run time; a reader of version 1 would not do so
 PLAIN, ROTATED = FORMAT_VERSIONS = 1, 2
 QUANT_METHOD = "qtool"
-#: the field of config.json that names a model's weight file to transformers; :data:`NOTICE` names
-#: none, so a transformers that does not know qtool stops at it instead of loading random linears
+#: the field of config.json that names a model's weight file to transformers; :data:`NOTICE` is no
+#: such file, so a transformers that does not know qtool stops there instead of loading random
+#: linears
 WEIGHTS_FIELD = "transformers_weights"
 NOTICE = (
     "this checkpoint is quantized by qtool; run `import qtool.transformers` "
@@ -32,7 +33,7 @@ NOTICE = (
 class Rule:
     """Linears whose full name matches the regex ``match`` are stored as ``format``.
 
-    None leaves them in 16 bits.
+    The format None leaves them in 16 bits.
     """
 
     match: str
@@ -49,10 +50,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class CheckpointFormat:
-    """The format of a whole checkpoint: the first rule that matches a linear's name holds.
+    """The format of a whole checkpoint: the first rule that matches a linear's name applies.
 
     Args:
-        scheme: the name the user asked for (a recipe's; its rules may mix schemes).
+        scheme: the recipe's name, which the user asked for; its rules may mix schemes.
         permuted: names within a block of the linears that store an input permutation.
         rotated: names within a block of the linears whose inputs are rotated at run time, with
             ``*`` for any expert's number.
@@ -67,11 +68,11 @@ class CheckpointFormat:
 
     @property
     def version(self) -> int:
-        """The first format version that can say this."""
+        """The first format version that can express this format."""
         return ROTATED if self.rotated else PLAIN
 
     def of(self, name: str) -> LinearFormat | None:
-        """The format of the linear ``name`` (full module path); None if it stays as it is."""
+        """The format of the linear ``name`` (full module path); None if it is not quantized."""
         found = next((rule.format for rule in self.rules if re.search(rule.match, name)), None)
         if found and self.rotated and self._is_rotated(name):
             return replace(found, rotated=True)
@@ -86,7 +87,7 @@ class CheckpointFormat:
 
     @cached_property
     def _permuted(self) -> frozenset[str]:
-        return frozenset(self.permuted)  # a mixture has hundreds
+        return frozenset(self.permuted)  # a mixture of experts has hundreds
 
     @cached_property
     def _rotated(self) -> frozenset[str]:
@@ -110,7 +111,7 @@ class CheckpointFormat:
         }
 
     def in_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config.json of a native checkpoint in this format, of the source's ``config``."""
+        """The config.json of a native checkpoint in this format, from the source's ``config``."""
         return {**config, "quantization_config": self.to_dict(), WEIGHTS_FIELD: NOTICE}
 
     @classmethod
@@ -118,8 +119,8 @@ class CheckpointFormat:
         """Read ``quantization_config``.
 
         Raises:
-            QtoolError: not ours, a newer version, a field that is missing or of the wrong kind, or
-                a scheme or layout of a plugin that is not here.
+            QtoolError: the config is not qtool's or of a newer version, a field is missing or of
+                the wrong type, or a scheme or layout belongs to a plugin that is not installed.
         """
         if config.get("quant_method") != QUANT_METHOD:
             raise QtoolError(
@@ -157,7 +158,7 @@ def native_format(config: Mapping[str, Any]) -> CheckpointFormat:
 
 
 def of_any_expert(names: Collection[str], linears: Collection[str]) -> tuple[str, ...]:
-    """``names`` of a block's ``linears``; ``*`` is an expert's number where all are among them."""
+    """``names`` of a block's ``linears``, with ``*`` for the number if all experts are in them."""
     others = {_any_expert(name) for name in set(linears) - set(names)}
     short = {name: _any_expert(name) for name in names}
     return tuple(dict.fromkeys(name if own in others else own for name, own in short.items()))
@@ -169,13 +170,13 @@ def _any_expert(name: str) -> str:
 
 
 def _ends_in(name: str, within_block: frozenset[str]) -> bool:
-    """Whether a full name is that of one of the linears ``within_block``."""
+    """Whether the full name ``name`` belongs to one of the linears ``within_block``."""
     parts = name.split(".")
     return any(".".join(parts[i:]) in within_block for i in range(1, len(parts)))
 
 
 def _rule_fields(linear_format: LinearFormat) -> dict[str, Any]:
-    """The fields of a rule; which linears are rotated is said once for all rules."""
+    """The fields of a rule, but for ``rotated``: the checkpoint's format lists rotated linears."""
     fields = asdict(linear_format)
     del fields["rotated"]
     return fields
@@ -194,7 +195,7 @@ def _rule(rule: dict[str, Any]) -> Rule:
 
 
 def _require_registered(table: Mapping[str, Any], name: str, kind: str) -> None:
-    """Refuse a stored name that nothing here goes by: it was right where it was written."""
+    """Refuse a stored name that is not in ``table``; it was registered where it was written."""
     plugins.load()
     if name not in table:
         raise QtoolError(

@@ -1,9 +1,10 @@
 """The format of one linear: its scheme, its layout, and the tensors that follow from both.
 
-A quantized linear ``P`` of a weight ``[N, K]`` stores ``P.qweight`` (packed codes), one tensor a
-scheme parameter (``P.s1``, ``P.s2``, ...; per-group ones in the layout's order), ``P.bias`` if it
-has one, and ``P.permutation`` (int32 ``[K]``) if its input is gathered first. Of a rotated linear
-the input is rotated then, as its columns were (:mod:`qtool.schemes.arithmetic.online_hadamard`).
+A quantized linear ``P`` of a weight ``[N, K]`` stores ``P.qweight`` (packed codes), one tensor for
+each scheme parameter (``P.s1``, ``P.s2``, ...; per-group ones in the layout's order), ``P.bias`` if
+it has a bias, and ``P.permutation`` (int32 ``[K]``) if its input is gathered first. The input of a
+rotated linear is then rotated as its columns were
+(:mod:`qtool.schemes.arithmetic.online_hadamard`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,9 @@ from qtool.layouts import Layout
 from qtool.schemes import Params, Scheme
 from qtool.schemes.arithmetic.online_hadamard import SPAN
 
-#: the tensor of the packed codes, by which a packed linear is found
+#: the tensor of the packed codes, which identifies a packed linear
 CODES = "qweight"
-#: what else a linear stores, and no scheme's parameter may be called
+#: other tensors of linears, whose names no scheme's parameter may have
 RESERVED = {"weight", "bias", "permutation"}
 #: rows that every built-in layout's tile divides
 SLAB_ROWS = 256
@@ -33,10 +34,10 @@ class LinearFormat:
     """The format of one stored linear.
 
     Args:
-        scheme: its name.
-        group_size: input channels a group; None is the whole channel.
-        layout: its name.
-        scale_dtype: the dtype of stored scales, as torch names it.
+        scheme: name of the scheme.
+        group_size: input channels in a group; None means the whole channel.
+        layout: name of the layout.
+        scale_dtype: torch's name of the dtype of stored scales.
         rotated: whether the input is rotated at run time.
     """
 
@@ -58,10 +59,11 @@ class LinearFormat:
         """Refuse a linear ``name`` whose weight ``[n, k]`` scheme or layout cannot hold.
 
         Args:
-            common: what divides the inputs of all linears in this format; by default ``k``.
+            common: a common divisor of the input channels of all linears in this format; by default
+                ``k``.
 
         Raises:
-            QtoolError: naming the linear.
+            QtoolError: names the linear.
         """
         layout, scheme = self.layout_object, self.scheme_object
         if layout.bits != scheme.code_bits:
@@ -87,7 +89,7 @@ class LinearFormat:
             raise QtoolError(f"{name}: {error}") from error
 
     def pack(self, codes: Tensor, params: Params) -> dict[str, Tensor]:
-        """Stored tensors of codes ``[N, K]`` and parameters."""
+        """The stored tensors for codes ``[N, K]`` and parameters."""
         layout, shared = self.layout_object, self.scheme_object.shared_params
         stored = layout.pack(codes)
         for name, param in params.items():
@@ -113,7 +115,7 @@ class LinearFormat:
         return layout.unpack(packed, n, k, signed=scheme.signed), params
 
     def pack_all(self, weights: Sequence[tuple[Tensor, Params]]) -> list[dict[str, Tensor]]:
-        """:meth:`pack` of weights of one shape, together where the layout goes by rows."""
+        """:meth:`pack` for weights of one shape, together if the layout packs by rows."""
         if len(weights) == 1 or not self._by_rows:
             return [self.pack(*weight) for weight in weights]
         codes, params = zip(*weights, strict=True)
@@ -151,7 +153,7 @@ class LinearFormat:
 
 
 def forget() -> None:
-    """Drop what is remembered of schemes and layouts by name: one was registered anew."""
+    """Clear the caches of schemes and layouts by name, since one was registered again."""
     for remembered in (_parameters, _tensors, _slab_bytes):
         remembered.cache_clear()
 
@@ -181,10 +183,10 @@ def _tensors(linear_format: LinearFormat, n: int, k: int) -> dict[str, Tensor]:
 def _slab_bytes(linear_format: LinearFormat, k: int) -> tuple[int, int, int]:
     """Bytes shared by all rows, and bytes of a slab of rows, of a weight with ``k`` columns.
 
-    The third number is that of the slab's rows: SLAB_ROWS, or more where a tile wants it.
+    The third number is the number of rows in the slab: SLAB_ROWS, or more if a tile needs it.
 
-    Measured on zeros: storage grows linearly with rows, and torch's ``meta`` kernels import its
-    compiler, which takes longer than a whole plan.
+    The bytes are measured on packed zeros, since storage grows linearly with rows. torch's ``meta``
+    kernels would import its compiler, which takes longer than a whole plan.
     """
     rows = lcm(SLAB_ROWS, linear_format.layout_object.tile[0])
     scheme, zeros = linear_format.scheme_object, torch.zeros(rows, k)
