@@ -1,10 +1,11 @@
-"""Decoding by CUDA graphs: a step of one token a sequence is recorded once, then replayed.
+"""Decoding by CUDA graphs: a step of one token per sequence is recorded once, then replayed.
 
 A step of an 8B model is a thousand small launches, each of which takes the host longer than the
-GPU. :func:`graph_decoding` gives a model a ``generate`` that uses transformers' static cache, whose
-tensors stay where they are, unless a call says otherwise, and a ``forward`` that records its second
-step over such a cache and replays it from then on. Nothing is compiled, and a replay launches what
-the model itself launches. Other forwards (prompts, other caches, gradients) are the model's own.
+GPU. :func:`graph_decoding` gives a model two methods. Its ``generate`` uses transformers' static
+cache, whose tensors keep their addresses, unless a call says otherwise. Its ``forward`` records its
+second step over such a cache and replays it from then on. Nothing is compiled, and a replay
+launches what the model itself launches. Other forwards (prompts, other caches, gradients) are the
+model's own.
 
 Attention of one token reads a range of each sequence's tokens (:mod:`.range_attention`).
 
@@ -42,7 +43,7 @@ from qtool.runtime.range_attention import (
 
 #: arguments of a forward that are tensors and change from step to step
 INPUTS = ("input_ids", "position_ids", "attention_mask")
-#: what makes ``generate`` need another cache, or bring one
+#: arguments with which ``generate`` needs another cache, or is given one
 OWN_CACHE = (
     "cache_implementation",
     OLDER,
@@ -58,8 +59,8 @@ RANGED = {"full_attention", "sliding_attention"}
 class StaticTokens(StaticLayer):
     """A layer of a static cache with memory ``[B, C, H, D]``, as attention over ranges reads it.
 
-    To everyone else the tensors are ``[B, H, C, D]``, as of any layer. It keeps all tokens, also
-    those before its sliding ``window``, which the mask hides.
+    Other code sees tensors ``[B, H, C, D]``, as in any layer. It keeps all tokens, also those
+    before its sliding ``window``, which the mask hides.
     """
 
     def __init__(self, max_cache_len: int, window: int | None = None) -> None:
@@ -88,10 +89,10 @@ def _tokens_first(x: Any) -> Tensor:
 
 
 def keep_tokens(cache: StaticCache, window: int | None) -> None:
-    """Make the layers of a cache that nothing was written to :class:`StaticTokens`, if all can be.
+    """Make all layers of an empty cache :class:`StaticTokens`, if all of them can be.
 
-    Where all layers slide, those of transformers are no longer than their ``window``, and the
-    cache's own length is known only below that.
+    If all layers have a sliding ``window``, transformers cuts their lengths to it, so the length
+    that was asked for is known only if it is below the window.
     """
     layers: Any = cache.layers
     lengths = [layer.max_cache_len for layer in layers]
@@ -114,8 +115,8 @@ def graph_cache(model: PreTrainedModel, length: int) -> StaticCache | None:
 def can_decode_by_graphs(model: PreTrainedModel) -> bool:
     """Whether the architecture of ``model``, as it is loaded, decodes by graphs.
 
-    Not if a step does something that depends on data (experts that are not grouped), attends
-    otherwise than by a plain softmax, or keeps its KV cache quantized.
+    It does not if the work of a step depends on data (experts that are not grouped), if attention
+    is not a plain softmax, or if the KV cache is quantized.
     """
     config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
     taken = inspect.signature(type(model).forward).parameters.values()
@@ -138,7 +139,7 @@ def can_decode_by_graphs(model: PreTrainedModel) -> bool:
 
 
 def graph_decoding(model: PreTrainedModel) -> bool:
-    """Let ``model``, on a CUDA device, decode by graphs; whether :func:`can_decode_by_graphs`."""
+    """Let ``model`` on a CUDA device decode by graphs; False if it cannot."""
     if not can_decode_by_graphs(model):
         return False
     config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
@@ -187,9 +188,9 @@ def _are_grouped(model: PreTrainedModel) -> bool:
 
 
 def _step_mask(masks: Any, window: int | None, **kwargs: Any) -> Any:
-    """What ``masks``, transformers' own, gives ``generate``; a step's in two launches, not twenty.
+    """The masks of transformers' function ``masks``; a step's in two launches instead of twenty.
 
-    The one query is the last token: it sees what the padding mask ``[B, T]`` shows.
+    The one query of a step is the last token: it sees all that the padding mask ``[B, T]`` shows.
     """
     padding, cache = kwargs.get("attention_mask"), kwargs.get(CACHE)
     if type(cache) is StaticCache and not cache.is_initialized:
@@ -208,7 +209,7 @@ def _step_mask(masks: Any, window: int | None, **kwargs: Any) -> Any:
 
 
 class DecodeGraphs:
-    """The recorded steps of one model, by cache; none once one could not be recorded."""
+    """The recorded steps of one model, by cache; unused once a step could not be recorded."""
 
     def __init__(self) -> None:
         self.steps: WeakKeyDictionary[StaticCache, Step] = WeakKeyDictionary()
@@ -218,17 +219,17 @@ class DecodeGraphs:
         return DecodeGraphs()
 
     def __call__(self, forward: Any, cache: Any, kwargs: dict[str, Any]) -> Any:
-        """``forward(**kwargs)``, replayed where that can be."""
+        """``forward(**kwargs)``, by a recorded graph if possible."""
         masks, own = kwargs.get("attention_mask"), kwargs
         if isinstance(masks, dict) and "full_attention" in masks:  # by kind of layer
             kwargs = kwargs | {"attention_mask": masks["full_attention"]}
         if self.refused or not _is_step(cache, kwargs):
             return forward(**own)
-        with torch.cuda.device(kwargs["input_ids"].device):  # which graphs and Triton go by
+        with torch.cuda.device(kwargs["input_ids"].device):  # graphs and Triton use the current one
             return self._step(forward, cache, kwargs, own)
 
     def _step(self, forward: Any, cache: Any, kwargs: dict[str, Any], own: dict[str, Any]) -> Any:
-        """A step, by its graph from the second on; ``own``: its arguments as they were."""
+        """The output of a step, by its graph from the second on; ``own``: all its arguments."""
         step = self.steps.get(cache)
         if step is None or not step.is_of(cache, kwargs):
             if not are_ranges(kwargs["attention_mask"]).all():
@@ -246,7 +247,7 @@ class DecodeGraphs:
 
 
 class Step:
-    """One token of each sequence over one cache: its inputs, and once recorded its graph."""
+    """A step of one token per sequence over one cache: its inputs, and its graph if recorded."""
 
     def __init__(self, cache: Any, kwargs: dict[str, Any]) -> None:
         self.inputs = {name: kwargs[name].clone() for name in INPUTS if name in kwargs}
@@ -255,7 +256,7 @@ class Step:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def is_of(self, cache: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a call differs from this one in the numbers of its inputs alone."""
+        """Whether a call differs from this step only in the values of its inputs."""
         return (
             cache.layers[0].keys is self.keys
             and _settings(kwargs) == self.settings
@@ -264,7 +265,7 @@ class Step:
         )
 
     def run(self, forward: Any, cache: StaticCache) -> Any:
-        """The forward of :attr:`inputs`; NaN for a sequence whose mask has got holes since."""
+        """The forward of :attr:`inputs`; logits are NaN for a sequence whose mask has holes."""
         mask, settings = self.inputs["attention_mask"], dict(self.settings)
         ranges = ranges_of(mask)
         layers: Any = cache.layers
@@ -282,14 +283,14 @@ class Step:
         return out
 
     def record(self, forward: Any, cache: StaticCache) -> None:
-        """Record :meth:`run`, which must have run before: what is loaded at first use is loaded."""
+        """Record :meth:`run`, which must have run before, so that all kernels are loaded."""
         self.graph, stream = torch.cuda.CUDAGraph(), _recording_stream(self.keys.device)
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             out = self.run(forward, cache)
-        self.output, self.logits = type(out), out.logits  # not the cache, with which a step ends
+        self.output, self.logits = type(out), out.logits  # no reference to the cache
 
     def replay(self, cache: StaticCache, kwargs: dict[str, Any]) -> Any:
-        """The output for the inputs in ``kwargs``; its logits are the caller's."""
+        """The output for the inputs in ``kwargs``; its logits are a copy for the caller."""
         assert self.graph is not None
         for name, tensor in self.inputs.items():
             tensor.copy_(kwargs[name])
@@ -299,12 +300,12 @@ class Step:
 
 @functools.cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of ``device`` that steps are recorded on: torch's own is of one device for all."""
+    """The stream that steps on ``device`` are recorded on; torch's own belongs to one device."""
     return torch.cuda.Stream(device)
 
 
 def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a forward is one that a graph may hold: a token each, masked, nothing else asked."""
+    """Whether a graph may hold a forward: one token per sequence, a mask, no other request."""
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     return (
         cache.is_initialized
@@ -325,10 +326,10 @@ def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _has_graphs(device: torch.device) -> bool:
-    """Whether a graph may be recorded there now; not within somebody else's."""
+    """Whether a graph may be recorded on ``device`` now, so not during another recording."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
 def _settings(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The arguments that are no inputs, as they are."""
+    """The arguments of a forward that are neither :data:`INPUTS` nor the cache."""
     return tuple((name, value) for name, value in kwargs.items() if name not in (*INPUTS, CACHE))

@@ -1,10 +1,10 @@
 """Float operations that give the same bits on all devices: computed in float64, rounded once.
 
-A reduction depends on its order, and exp or rsqrt on who wrote it, so a CPU and a GPU differ by a
-last place. Where codes of activations are cut from such numbers one of them falls on the other side
-of a boundary now and then, and the token's later numbers differ. Two float64 results lie 1e-16
-apart: rounded to float32 they differ once in 10^8, to 16 bits once in 10^12. What IEEE 754
-specifies (:data:`EXACT`) stays as it is: in float64 and rounded it would be the same number.
+The result of a reduction depends on its order, and that of exp or rsqrt on the implementation, so a
+CPU and a GPU differ in the last place. When activations are quantized, such a difference now and
+then changes a code, and then all later values of the token. Two float64 results lie 1e-16 apart:
+rounded to float32 they differ once in 10^8, to 16 bits once in 10^12. Operations that IEEE 754
+specifies (:data:`EXACT`) stay as they are: in float64 and rounded they would give the same number.
 """
 
 import math
@@ -36,19 +36,19 @@ EXACT = frozenset(
         "abs amax amin clamp clamp_max clamp_min max maximum min minimum mul mul_ neg relu relu_",
         "round round_ sign",
         "eq ge gt isfinite isinf isnan le lt ne",
-        "index_add index_add_",  # of distinct rows, as tokens to an expert: there is no order
+        "index_add index_add_",  # to distinct rows (tokens of an expert): no order
     )
     for name in line.split()
 )
-#: whose third argument scales the second: exact without it
+#: operations whose third argument scales the second; they are exact without it
 SUMS = frozenset({"add", "add_", "sub", "sub_"})
-#: by a number, a GPU multiplies by its reciprocal
+#: divisions: to divide by a number, a GPU multiplies by its reciprocal
 QUOTIENTS = frozenset({"div", "div_"})
 #: torch's grouped matmul, and transformers' own where torch 2.9 or 2.10 has none
 GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
 LOW = (torch.float32, torch.float16, torch.bfloat16)
-#: query tokens of an attention that are computed at once, and scores: what a CPU's cache holds,
-#: half a gigabyte
+#: query tokens of an attention that are computed at once; scores at once on a CPU (as many as its
+#: cache holds) and on a GPU (half a gigabyte)
 ROWS, SCORES = 128, (2**17, 2**26)
 
 
@@ -91,7 +91,7 @@ class _Attention(TorchFunctionMode):
 def deterministic_arithmetic() -> Iterator[None]:
     """Let float operations give the same bits on all devices while open.
 
-    Functions that :func:`bit_exact` marks run as they are.
+    Functions that :func:`bit_exact` marks run unchanged.
     """
     with _Attention(), _Operations():
         yield
@@ -122,7 +122,8 @@ def attention(
     """torch's ``scaled_dot_product_attention`` in float64, without dropout.
 
     ``[B, Hq, Tq, D]`` for ``query [B, Hq, Tq, D]``. As many heads are computed at once as
-    :data:`SCORES` allows; causally a row's scores are computed only as far as it sees.
+    :data:`SCORES` allows. If ``is_causal``, a query's scores are computed only for the tokens that
+    it sees.
     """
     (batch, heads, rows, dim), (kv_heads, tokens) = query.shape, key.shape[1:3]
     if attn_mask is None and batch > 1:  # more heads of one item: fewer steps
@@ -166,9 +167,10 @@ def attention(
 
 
 def _is_exact(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether all devices give the same result without help.
+    """Whether all devices give the same result of ``func`` as it is.
 
-    So do operations without low floats, views, custom operators and what IEEE 754 specifies.
+    They do for operations without floats below float64, for views, for custom operators and for
+    operations that IEEE 754 specifies.
     """
     if (
         func.namespace != "aten"
@@ -231,13 +233,13 @@ def _mutated_arguments(
 def _topk(
     x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """torch's topk that takes the first of equals, where devices differ."""
+    """torch's topk, but of equal values it takes the first; devices differ in this."""
     values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """A grouped matmul, of which torch's takes no float64: ``[M, K], [E, K, N] -> [M, N]``.
+    """A grouped matmul in float64, which torch's lacks: ``[M, K], [E, K, N] -> [M, N]``.
 
     Rows of group e end at ``offs[e]``.
     """
@@ -246,7 +248,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 
 def _promoted(tensors: list[Tensor]) -> torch.dtype:
-    """The dtype of a result: a tensor without dimensions only counts among its like."""
+    """The dtype of a result; tensors without dimensions count only if all have none."""
     dtypes = [t.dtype for t in tensors if t.dim()] or [t.dtype for t in tensors]
     dtype = dtypes[0]
     for other in dtypes[1:]:

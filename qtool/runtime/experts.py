@@ -30,7 +30,8 @@ SILU = ("SiLU", "SiLUActivation")
 class ExpertStack:
     """The packed linears of E experts, of one format.
 
-    Each stored tensor is ``[E, J, ...]``, of J linears an expert, whose outputs follow one another.
+    Each stored tensor is ``[E, J, ...]``, with J linears per expert, whose outputs are
+    concatenated.
     """
 
     kernel: Kernel
@@ -40,7 +41,7 @@ class ExpertStack:
     def multiply(
         self, x: Tensor, place: Tensor | None, expert_offsets: Tensor, fusion: str = "none"
     ) -> Tensor:
-        """``[P, N]`` in x's dtype, sorted by expert.
+        """The outputs ``[P, N]`` in x's dtype, sorted by expert.
 
         The arguments are those of :class:`~qtool.kernels.experts.rows.ExpertRows`.
         """
@@ -57,15 +58,16 @@ def grouped_experts(
     gate_up: ExpertStack,
     down: ExpertStack,
 ) -> Tensor:
-    """``[T, N]`` in x's dtype.
+    """The output ``[T, N]`` of a layer of experts, in x's dtype.
 
     Args:
         x: ``[T, K]``.
-        weights: ``[T, k]``, of each token's experts.
-        ids: ``[T, k]``, of each token's experts.
-        expert_map: the place in the stacks of each id, -1 for those of other ranks; None: the ids.
-        gate_up: ``2 I`` output channels an expert, gate's, then up's.
-        down: ``I`` input channels.
+        weights: ``[T, k]``, the router's weights of each token's experts.
+        ids: ``[T, k]``, the numbers of each token's experts.
+        expert_map: the place in the stacks of each id, -1 for experts of other ranks; None: each id
+            is its own place.
+        gate_up: stack with ``2 I`` output channels per expert, gate's, then up's.
+        down: stack with ``I`` input channels.
     """
     from qtool.kernels.experts.combine import combine_experts
     from qtool.kernels.experts.route import route_experts
@@ -78,7 +80,7 @@ def grouped_experts(
 
 
 class GroupedExperts:
-    """The packed linears of a block's experts as two stacks, whose parts they become.
+    """The packed linears of a block's experts as two stacks; each linear becomes a view of one.
 
     The modules, their names and their single products stay as they were.
     """
@@ -88,7 +90,7 @@ class GroupedExperts:
         self.gate_up, self.down = (_stack(_linears(experts, roles)) for roles in (up, down))
         self.device = self.down.stored["qweight"].device
         self.dtypes = set(self.gate_up.kernel.dtypes) & set(self.down.kernel.dtypes)
-        #: of each linear its parent's modules and its name there, and its buffers and codes then
+        #: for each linear: its parent's modules, its name there, its buffers, its codes
         self.places: list[tuple[dict[str, Any], str, Any, dict[str, Any], Tensor]] = [
             (expert._modules, name, linear, linear._buffers, linear._buffers["qweight"])
             for expert in experts
@@ -97,13 +99,13 @@ class GroupedExperts:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy has tensors of its own: what was stacked here is not for it."""
+        """None: a copied model has tensors of its own, which these stacks do not hold."""
 
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
         """``[T, H]`` for ``hidden [T, H]``, experts and weights ``[T, k]``.
 
         None while operators are intercepted, for a dtype that no kernel takes, or if a linear or
-        its tensor is another one.
+        its tensor was replaced.
         """
         if is_in_torch_dispatch_mode() or hidden.device != self.device:
             return None

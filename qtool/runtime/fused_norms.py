@@ -12,8 +12,8 @@ from qtool.models.skeleton import is_rms_norm, rms_norm
 def one_kernel_norms(model: nn.Module) -> None:
     """Let the plain RMSNorms of ``model`` run as torch's one kernel instead of eight.
 
-    It rounds once, at the end. Where operators are intercepted (deterministic evaluation), the
-    model's own arithmetic stays.
+    It rounds once, at the end. While operators are intercepted (deterministic evaluation), the
+    model's own arithmetic runs.
     """
     for norm in model.modules():
         if is_rms_norm(norm):

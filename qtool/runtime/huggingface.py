@@ -29,7 +29,7 @@ from qtool.runtime.packed_kv import IMPORTANCE, NEUTRAL
 
 @register_quantization_config(QUANT_METHOD)
 class QtoolConfig(QuantizationConfigMixin):
-    """``quantization_config`` of a native checkpoint, as transformers wants to hold it."""
+    """``quantization_config`` of a native checkpoint, in the class that transformers asks for."""
 
     def __init__(self, **config: Any) -> None:
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
@@ -42,7 +42,7 @@ class QtoolConfig(QuantizationConfigMixin):
 
 @register_quantizer(QUANT_METHOD)
 class QtoolQuantizer(HfQuantizer):
-    """Replaces linears by :class:`QuantLinear` before weights load, where the format says so.
+    """Replaces the linears that the format quantizes by :class:`QuantLinear` before weights load.
 
     If the format quantizes the KV cache, the model's cache holds quantized keys and values. Shards
     whose hashes are not the recorded ones are refused.
@@ -58,7 +58,7 @@ class QtoolQuantizer(HfQuantizer):
         self.stored: set[str] = set()  # the names of importances that the checkpoint holds
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        # it may be what imported transformers, and so this file
+        # imported here, since it may be importing this file
         from qtool.runtime.kv_cache import quantize_kv
 
         files: Sequence[str] = kwargs.get("checkpoint_files") or ()
@@ -76,7 +76,7 @@ class QtoolQuantizer(HfQuantizer):
         replace_linears(model, self.quantization_config.format)
         for module in model.modules():
             if any(isinstance(child, QuantLinear | SeparateExperts) for child in module.children()):
-                # some models initialize a parent by the weights of its linears or stacks, which
+                # some models initialize a module by the weights of its linears or stacks, which
                 # packed ones lack; buffers that no checkpoint holds still have to be computed
                 module._is_hf_initialized = not module._non_persistent_buffers_set  # type: ignore[assignment]
 
@@ -86,7 +86,7 @@ class QtoolQuantizer(HfQuantizer):
         from qtool.runtime.kv_cache import require_scales
 
         for name, buffer in model.named_buffers():
-            if name.endswith(f".{IMPORTANCE}") and name not in self.stored:  # of an earlier qtool
+            if name.endswith(f".{IMPORTANCE}") and name not in self.stored:  # an older checkpoint
                 buffer.fill_(NEUTRAL[IMPORTANCE])
         require_scales(model)
         return model
@@ -94,8 +94,8 @@ class QtoolQuantizer(HfQuantizer):
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """``config`` without the notice that stops a transformers that does not know qtool.
 
-        The one hook that sees the config before transformers looks for the weight files; earlier
-        5.x call it ``update_tp_plan``.
+        This is the only hook that sees the config before transformers looks for the weight files;
+        earlier 5.x call it ``update_tp_plan``.
         """
         if hasattr(config, WEIGHTS_FIELD):
             delattr(config, WEIGHTS_FIELD)
@@ -106,10 +106,10 @@ class QtoolQuantizer(HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[Any], *model: PreTrainedModel
     ) -> list[Any]:
-        """None for a mixture of experts, whose modules have the checkpoint's names already.
+        """No conversions for a mixture of experts, whose modules have the checkpoint's names.
 
-        So have those of a derived family. Only new versions of transformers pass the model, so this
-        was noted when its linears were replaced (:func:`separate_experts`).
+        Modules of a derived family have them too. Only new versions of transformers pass the model,
+        so this was noted when its linears were replaced (:func:`separate_experts`).
         """
         return [] if self.own_names else weight_conversions
 

@@ -1,4 +1,4 @@
-"""Attention over a quantized KV cache: the packed cache's kernel where it can, else torch's SDPA.
+"""Attention over a quantized KV cache, by a kernel that reads it packed or by torch's SDPA.
 
 ``quantize_kv`` (:mod:`qtool.runtime.kv_cache`) sets a model that would use SDPA to :data:`NAME`. On
 a CUDA GPU a cache layer then hands its packed tokens, not tensors, through the attention module to
@@ -18,7 +18,7 @@ from qtool.runtime.packed_kv import PackedTokens, kernel_packs
 from qtool.schemes.kv import KV4
 
 NAME = "qtool_kv"
-#: new tokens of a forward up to which the kernel is faster than SDPA on dequantized tokens
+#: up to so many new tokens per forward the kernel is faster than SDPA on dequantized tokens
 MOST_QUERIES = 8
 
 
@@ -48,8 +48,8 @@ def attend(
             attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
         )
         softcap = kwargs.get("softcap")
-        # the kernel leaves the keys' offset out, which moves all scores of a query alike: caps
-        # would notice
+        # the kernel leaves the keys' offset out, which shifts all scores of a query by one number:
+        # only soft caps are changed by that
         shifted = softcap and isinstance(key.quantizer, KV4) and key.quantizer.offset is not None
         if bool_mask and not dropout and not shifted and kwargs.get("position_bias") is None:
             return _packed(query, key, value, attention_mask, scaling, softcap), None

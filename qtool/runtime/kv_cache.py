@@ -1,10 +1,11 @@
-"""The quantized KV cache as a transformers ``Cache``, and models that use nothing else.
+"""The quantized KV cache as a transformers ``Cache``, and the models that always use it.
 
 Layers hold packed codes and parameters (:mod:`qtool.runtime.packed_kv`); attention gets all tokens
 dequantized, those of the current forward included, or on a GPU reads them packed
-(:mod:`qtool.runtime.kv_attention`). So a perplexity goes through the quantized cache, whether or
-not its caller wants one back. In ``kv4-channel`` a token is read in 16 bits until its group is
-full; a forward over many tokens reads the full groups quantized, also for the queries inside them.
+(:mod:`qtool.runtime.kv_attention`). So a perplexity is computed through the quantized cache,
+whether or not its caller asks for a cache. In ``kv4-channel`` a token is read in 16 bits until its
+group is full; a forward over many tokens reads the full groups quantized, also for the queries
+inside them.
 """
 
 import inspect
@@ -36,7 +37,7 @@ from qtool.schemes.kv import KVQuantizer
 
 
 class QuantCacheLayer(DynamicLayer):
-    """One layer: grows by appending codes; ``keys`` and ``values`` of the base class stay None.
+    """A layer that grows by appending codes; ``keys`` and ``values`` of the base class stay None.
 
     Every token is kept under a sliding window too: the model's mask hides the old ones.
 
@@ -68,7 +69,7 @@ class QuantCacheLayer(DynamicLayer):
     ) -> tuple[Any, Any]:
         """Store keys (after RoPE) and values ``[B, H, T, D]`` and return all of them.
 
-        They come dequantized, or packed where the attention kernel reads them so.
+        They are dequantized, or packed if the attention kernel reads them so.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -86,7 +87,7 @@ class QuantCacheLayer(DynamicLayer):
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether a rollback leaves no trace: a cut group of several tokens does not come back."""
+        """Whether a rollback is exact: a cut group of several tokens is not restored."""
         return all(quantizer.tokens == 1 for quantizer in self.quantizers)
 
     @property
@@ -155,16 +156,16 @@ class QuantCache(Cache):
 
     @property
     def nbytes_16bit(self) -> int:
-        """Bytes the same tokens would take in 16 bits."""
+        """Bytes that the same tokens would take in 16 bits."""
         return sum(layer.nbytes_16bit for layer in self.layers)
 
 
 def quantize_kv(model: PreTrainedModel, kv: str) -> None:
     """Let forwards and ``generate`` of ``model`` hold keys and values quantized by ``kv``.
 
-    What a checkpoint stores for it (:func:`~qtool.runtime.packed_kv.kv_tensors`) becomes a buffer
-    of each attention module, to be loaded; before, what does nothing, or zeros where that is a
-    scale.
+    Each tensor that a checkpoint stores for it (:func:`~qtool.runtime.packed_kv.kv_tensors`)
+    becomes a buffer of each attention module. Until it is loaded the buffer holds a value without
+    effect, or zeros if it is a scale.
 
     Raises:
         QtoolError: an unknown architecture or quantizer, or one that cannot hold the model's heads.
@@ -192,7 +193,7 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
 
 
 def _apply(attention: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``attention._apply(fn)`` that moves what a checkpoint stores for the cache without a cast."""
+    """``attention._apply(fn)`` that moves the stored tensors of the cache without a cast."""
     stored = {n: b for n, b in attention.named_buffers(recurse=False) if n in (*SCALES, *NEUTRAL)}
     type(attention)._apply(attention, fn, recurse)
     keep_dtypes(attention, stored)
@@ -200,7 +201,7 @@ def _apply(attention: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool =
 
 
 def unquantize_kv(model: PreTrainedModel) -> None:
-    """Undo :func:`quantize_kv`, but for the buffers."""
+    """Undo :func:`quantize_kv`, except that the buffers stay."""
     decoder = model.get_decoder()
     decoder.kv_supply.remove()
     decoder.kv_keep.remove()

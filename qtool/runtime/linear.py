@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def keep_dtypes(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Undo a cast of buffers that hold what a checkpoint stores; they stay where they were moved.
+    """Undo a cast of buffers that hold stored tensors; they stay on the device they were moved to.
 
     Args:
         stored: the buffers of ``module`` before it was cast, by name.
@@ -34,7 +34,7 @@ Prepared = tuple["PreparedLinear | None", tuple[Tensor | None, ...]]
 
 
 class QuantLinear(nn.Module):
-    """``y = x W^T + bias`` by the scheme's own arithmetic (int8 x int8 -> int32 where it is one).
+    """``y = x W^T + bias`` by the scheme's own arithmetic, such as int8 x int8 with int32 sums.
 
     Args:
         in_features: K.
@@ -71,12 +71,12 @@ class QuantLinear(nn.Module):
         self.register_buffer(
             "bias", torch.empty(out_features, dtype=dtype, device=device) if bias else None
         )
-        #: the weight and epsilon of an RMSNorm that the kernel takes along
+        #: the weight and epsilon of an RMSNorm that the kernel computes too
         self.norm: tuple[Tensor, float] | None = None
-        #: the linears that read the same input, where they are multiplied as one
+        #: the linears that read the same input, if they are multiplied as one
         self.merged: MergedLinears | None = None
         self._kernels: dict[tuple[torch.device, torch.dtype], Kernel | None] = {}
-        #: with the buffers that it was prepared for, by the dtypes of input and output
+        #: prepared launches and the buffers they are for, by dtypes of input and output
         self._prepared: dict[tuple[torch.dtype, torch.dtype], Prepared] = {}
 
     def stored(self) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ class QuantLinear(nn.Module):
 
     @torch.compiler.disable  # bit arithmetic on views, which torch's compiler gets wrong
     def dequantize(self) -> Tensor:
-        """The float32 weight ``[N, K]``, for inputs as the model has them.
+        """The float32 weight ``[N, K]``, for inputs in the model's order.
 
         Rotation and permutation are undone.
         """
@@ -111,7 +111,7 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reads_floats and not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
-            return self.plain(x)  # a kernel's sums would be one device's own
+            return self.plain(x)  # a kernel's sums would depend on the device
         if self.merged is not None and self.merged.serves(self, x):
             return self.merged.product(self, x)
         return self.product(x)
@@ -152,9 +152,8 @@ class QuantLinear(nn.Module):
     def plain(self, x: Tensor) -> Tensor:
         """``[..., N]`` for ``x [..., K]`` unquantized, by torch's linear.
 
-        The weight is rounded to ``x``'s dtype.
-
-        To the last bit what transformers computes from an export.
+        The weight is rounded to ``x``'s dtype. The result equals that of transformers for an export
+        to the last bit.
         """
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return functional.linear(x, self.dequantize().to(x.dtype), bias)
@@ -180,7 +179,7 @@ class QuantLinear(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has tensors of its own: what was prepared for these is not for it."""
+        """The state for a copy, without launches that were prepared for these tensors."""
         return self.__dict__ | {"_prepared": {}, "merged": None}
 
     @torch.compiler.disable
@@ -192,7 +191,7 @@ class QuantLinear(nn.Module):
         return self.format.scheme_object.matmul(self.arranged(x), codes, params, self.bias)
 
     def arranged(self, x: Tensor) -> Tensor:
-        """``x [..., K]`` as the stored columns expect it: gathered, then rotated (to float32)."""
+        """``x [..., K]`` as the stored columns need it: gathered, then rotated (to float32)."""
         if self.permutation is not None:
             x = x[..., self.permutation.long()]
         return rotate(x) if self.format.rotated else x

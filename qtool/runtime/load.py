@@ -31,7 +31,7 @@ from qtool.runtime.merge import merge_linears
 from qtool.runtime.packed_kv import IMPORTANCE
 from qtool.schemes.kv import require_kv
 
-#: what transformers raises for a model that it cannot load
+#: exceptions that transformers raises for a model that it cannot load
 UNLOADABLE = (
     OSError,
     ValueError,
@@ -43,7 +43,7 @@ UNLOADABLE = (
     TypeError,
 )
 
-#: files of which each tokenizer has one
+#: patterns of files; each tokenizer has at least one of them
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
@@ -58,24 +58,24 @@ def load(
     """The causal language model ``model``, quantized by qtool or not, in eval mode.
 
     On a CUDA device packed linears that read one input are multiplied as one
-    (:mod:`qtool.runtime.merge`), and ``generate`` decodes over a static cache by CUDA graphs where
-    the architecture allows it (:mod:`qtool.runtime.decode`);
+    (:mod:`qtool.runtime.merge`), and ``generate`` decodes over a static cache by CUDA graphs if the
+    architecture allows it (:mod:`qtool.runtime.decode`);
     ``generate(cache_implementation="dynamic")`` decodes as transformers does by default.
 
     Args:
-        model: a directory, a hub id, or ``demo``; a :class:`~pathlib.Path` is a directory. Of a
-            checkpoint its own tensors are taken, an adapter merged.
+        model: a directory, a hub id, or ``demo``; a :class:`~pathlib.Path` is a directory. A
+            :class:`Checkpoint` gives its own tensors, with an adapter merged.
         device: where it runs: ``cpu``, ``cuda`` or ``cuda:N``.
         device_map: instead of ``device``, transformers' placement on several devices, such as
             ``auto``.
-        dtype: of what is not quantized; by default the checkpoint's.
+        dtype: dtype of all that is not quantized; by default the checkpoint's.
         kv: KV-cache quantizer; by default the checkpoint's. A static one must be the checkpoint's
             own.
 
     Raises:
         QtoolError: the model is not there or cannot be loaded, the device is not there, or ``kv``
             is not for it.
-        CheckFailed: a shard that qtool wrote is not what was written.
+        CheckFailed: a shard that qtool wrote has changed since.
     """
     loaded = load_as_stored(model, device=device, device_map=device_map, dtype=dtype, kv=kv)
     return loaded if device_map else _made_fast(loaded)
@@ -84,10 +84,10 @@ def load(
 def load_tensors(
     config: Any, tensors: Mapping[str, Tensor], device: torch.device
 ) -> PreTrainedModel:
-    """The model of ``config`` with ``tensors`` for its weights, as :func:`load` would give it.
+    """The model of ``config`` with the weights ``tensors``, as :func:`load` would give it.
 
     Args:
-        config: transformers' own; with ``quantization_config`` the tensors are packed ones.
+        config: transformers' config; with ``quantization_config`` the tensors are packed.
 
     Raises:
         QtoolError: transformers cannot load it, or a tensor is missing.
@@ -104,7 +104,7 @@ def load_tensors(
 
 
 def _made_fast(model: PreTrainedModel) -> PreTrainedModel:
-    """``model``, rewritten for speed where it is on a CUDA device."""
+    """``model``, rewritten for speed if it is on a CUDA device."""
     if model.device.type == "cuda":
         one_kernel_norms(model)
         group_experts(model)
@@ -122,8 +122,8 @@ def load_as_stored(
     dtype: torch.dtype | None = None,
     kv: str | None = None,
 ) -> PreTrainedModel:
-    """The model of :func:`load` as transformers has it: linears apart, its own norms, no graphs."""
-    plugins.load()  # one may hold the model's class, and is not to be imported while it is made
+    """The model of :func:`load` without merged linears, fused norms and CUDA graphs."""
+    plugins.load()  # before the model is made: a plugin may hold its class
     path = model.directory if isinstance(model, Checkpoint) else _directory(model)
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
@@ -157,7 +157,7 @@ def _from_pretrained(
     The quantizer checks the shards' hashes.
 
     Args:
-        source: the checkpoint, where its tensors are not those in the files.
+        source: the checkpoint, if its tensors differ from those in the files.
     """
     try:
         options: dict[str, Any] = {
@@ -173,12 +173,12 @@ def _from_pretrained(
             found = _of_tensors(float_config(path), tensors, options)
             _as_from(path, found[0])
     except UNLOADABLE as error:
-        require_intact(path)  # a damaged shard explains it better
+        require_intact(path)  # a damaged shard explains the error better
         if any(path.glob("*.safetensors")):
-            Checkpoint(path)  # and so does what is wrong with files that have no hashes
+            Checkpoint(path)  # so does an error in files without hashes
         raise QtoolError(_unloadable(path, error)) from error
     if found[1]["missing_keys"]:
-        Checkpoint(path)  # what is wrong with its files explains it better
+        Checkpoint(path)  # an error in its files explains this one better
     return _complete(path, *found)
 
 
@@ -190,7 +190,7 @@ def _of_tensors(config: Any, tensors: Mapping[str, Tensor], options: dict[str, A
 
 
 def _as_from(path: Path, model: PreTrainedModel) -> None:
-    """Give ``model`` what transformers takes from a directory beside its tensors."""
+    """Give ``model`` all that transformers reads from a directory except its tensors."""
     model.name_or_path = model.config.name_or_path = str(path)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
@@ -203,7 +203,7 @@ def _unloadable(path: str | Path, error: Exception) -> str:
 def _complete(path: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> PreTrainedModel:
     """``model``, after a check that no tensor was missing."""
     missing = sorted(name for name in info["missing_keys"] if not name.endswith(f".{IMPORTANCE}"))
-    if missing:  # transformers leaves their memory as it found it
+    if missing:  # transformers leaves their memory uninitialized
         raise QtoolError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
     return model
 
@@ -224,7 +224,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # a damaged file: tokenizers raises Exception itself
         if (directory / "config.json").is_file():
-            config_of(directory)  # what is wrong with it explains it better
+            config_of(directory)  # an error in the config explains this one better
         raise QtoolError(
             f"{directory}: no usable tokenizer ({type(error).__name__}: {in_one_line(error)})"
         ) from error

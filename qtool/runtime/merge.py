@@ -1,14 +1,13 @@
 """Linears that read one input, multiplied as one: q, k and v, or gate and up.
 
-A packed weight whose tensors are stored by rows of output channels holds the rows of several
-linears as well as those of one: concatenated, they are what packing the concatenated weight gives.
-So the input is quantized once, and one GEMM has enough rows to fill the GPU. The linears stay the
-modules that they were. Their tensors become views of the merged ones, hence names, state dict and
-single products are as before; in a forward the first one that sees an input computes the product of
-all, and each takes its columns of it.
+If packed tensors are stored by rows of output channels, the concatenated tensors of several linears
+equal the packed tensors of the concatenated weight. So the input is quantized once, and one GEMM
+has enough rows to fill the GPU. The linears remain the model's modules. Their tensors become views
+of the merged ones, hence names, state dict and single products are as before. In a forward the
+first linear that sees an input computes the product of all, and each takes its columns.
 
-Within :func:`norms_taken_along` an RMSNorm that only they read hands its input on, and their kernel
-normalizes while it quantizes.
+Within :func:`norms_taken_along` an RMSNorm that only merged linears read passes its input on, and
+their kernel normalizes while it quantizes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,9 +39,9 @@ def norms_taken_along() -> Iterator[None]:
 
 
 class MergedLinears:
-    """The ``parts`` as one linear; their packed tensors become views of its.
+    """The linears ``parts`` as one; their packed tensors become views of the merged tensors.
 
-    The product of an input waits for the parts that have not taken theirs yet: an input must not be
+    The product of an input is kept until every part has taken its columns, so an input must not be
     changed in place between its linears.
     """
 
@@ -72,11 +71,11 @@ class MergedLinears:
             self.views[part] = part.get_buffer("qweight")
             start += part.out_features
             part.merged = self
-        #: with the norm of its input, and where the modules of both are, the norm's first
+        #: the merged linear with the norm of its input, if :meth:`take_norm` gave it one
         self.normed: QuantLinear | None = None
         self.norm_forward: Callable[[Tensor], Tensor] | None = None
         self.places: list[tuple[nn.Module, str, nn.Module]] = []
-        #: an input, and by linear the columns that were not taken yet
+        #: an input, and the columns that were not taken yet, by linear
         self._waiting: tuple[Tensor, dict[QuantLinear, Tensor]] | None = None
 
     def serves(self, part: QuantLinear, x: Tensor) -> bool:
@@ -98,7 +97,7 @@ class MergedLinears:
     def take_norm(self, block: nn.Module, source: str, names: Sequence[str]) -> None:
         """Let the kernel compute the RMSNorm ``source`` of ``block``, read by linears ``names``."""
         norm: Any = block.get_submodule(source)
-        self.normed = copy(self.linear)  # of the same tensors
+        self.normed = copy(self.linear)  # with the same tensors
         self.normed.norm = norm.weight.detach(), norm.variance_epsilon
         for name in (source, *names):
             parent, _, attribute = name.rpartition(".")
@@ -109,7 +108,7 @@ class MergedLinears:
     def takes_norm(self, x: Tensor) -> bool:
         """Whether the norm of ``x`` is computed with the product.
 
-        It is if all modules are still in their places.
+        It is if no module of the norm or the linears was replaced.
         """
         return (
             not torch.compiler.is_compiling()
@@ -130,7 +129,7 @@ def _norm_unless_taken(
 
 
 def merge_linears(model: PreTrainedModel) -> None:
-    """Merge the linears of ``model`` that read one input, where a kernel takes the packed rows."""
+    """Merge the linears of ``model`` that read one input, if a kernel takes the packed rows."""
     config = model.config.get_text_config(decoder=True)
     family = family_of(model.config)
     for number, block in enumerate(model.get_submodule(family.blocks).children()):

@@ -1,10 +1,10 @@
 """Keys and values of one layer in packed form, and the tensors a checkpoint stores for them.
 
 kv8's scales are static: each block stores ``self_attn.k_scale`` and ``self_attn.v_scale``, float32
-``[H, D]``, of the keys after RoPE and the values. kv4 computes scales from the tokens and stores,
-float32 ``[H, D]`` too, ``self_attn.k_offset``, the keys' mean after RoPE, and
-``self_attn.k_importance``, what squared errors of their channels count; zeros and ones where
-nothing was calibrated. kv4-channel stores nothing.
+``[H, D]``, of the keys after RoPE and of the values. kv4 computes scales from the tokens and stores
+two tensors, float32 ``[H, D]`` too: ``self_attn.k_offset``, the mean of the keys after RoPE, and
+``self_attn.k_importance``, the weights of squared errors of their channels. Without calibration
+these are zeros and ones. kv4-channel stores nothing.
 
 Legend: B batch, H kv heads, T tokens, D head dimension.
 """
@@ -23,10 +23,10 @@ from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KVQuantizer, Packed, requi
 
 SCALES = ("k_scale", "v_scale")
 OFFSET, IMPORTANCE = "k_offset", "k_importance"
-#: what kv4 stores, and the value of each that does nothing: checkpoints that lack one mean it
+#: tensors that kv4 stores and their values without effect, which a missing tensor stands for
 NEUTRAL = {OFFSET: 0.0, IMPORTANCE: 1.0}
 STORED = {KV8: SCALES, KV4: tuple(NEUTRAL)}
-#: the packed tensors' room is a multiple of so many tokens, as the kernels want it
+#: the capacity of the packed tensors is a multiple of so many tokens, as the kernels require
 ROOM = 64
 
 
@@ -90,18 +90,18 @@ def kv_quantizers(kv: str, stored: Callable[[str], Tensor]) -> tuple[KVQuantizer
 class PackedTokens:
     """The keys or the values of a layer: codes, and the tokens of an incomplete last group.
 
-    The packed tensors have room for tokens to come and grow by a half, so that a token costs the
-    same at any length.
+    The packed tensors have room for further tokens and grow by a half, so that on average appending
+    a token costs the same at any length.
 
     Attributes:
-        rest: ``[B, H, R, D]``, the last R < ``quantizer.tokens`` tokens as they came; None before
-            the first.
+        rest: ``[B, H, R, D]``, the last R < ``quantizer.tokens`` tokens, unquantized; None before
+            the first token.
     """
 
     def __init__(self, quantizer: KVQuantizer) -> None:
         self.quantizer = quantizer
         self.rest: Tensor | None = None
-        # as the quantizer makes them, of ``capacity`` tokens at dimension 2
+        # the quantizer's tensors, with ``capacity`` tokens at dimension 2
         self._room: Packed = {}
         self._grouped = 0
 
@@ -111,7 +111,7 @@ class PackedTokens:
         return self.read()
 
     def store(self, x: Tensor) -> None:
-        """Quantize the whole groups of ``x [B, H, T, D]`` and earlier rests; keep the new rest."""
+        """Quantize the whole groups of the rest and ``x [B, H, T, D]``; keep the new rest."""
         pending = x if self.rest is None or not self.rest.shape[2] else torch.cat([self.rest, x], 2)
         whole = pending.shape[2] // self.quantizer.tokens * self.quantizer.tokens
         if whole:
@@ -144,7 +144,7 @@ class PackedTokens:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are held, room for tokens to come included."""
+        """Bytes that are held, room for further tokens included."""
         return sum(t.untyped_storage().nbytes() for t in self._tensors().values())
 
     @property
@@ -164,7 +164,7 @@ class PackedTokens:
         return self._room["codes"], scale, self._room.get("zero")
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every held tensor by ``change`` of it: another batch order, another device."""
+        """Replace every tensor by ``change`` of it, for another batch order or another device."""
         changed = {name: change(tensor) for name, tensor in self._tensors().items()}
         self.rest = changed.pop("rest", None)
         self._room = changed
@@ -179,7 +179,7 @@ class PackedTokens:
         self._grouped = kept
 
     def _reserve(self, tokens: int, like: Tensor) -> None:
-        """Room for ``tokens`` of the shape of ``like``."""
+        """Make room for ``tokens`` tokens of the shape of ``like``."""
         if tokens <= self.capacity:
             return
         unit = math.lcm(ROOM, self.quantizer.tokens)

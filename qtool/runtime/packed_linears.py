@@ -1,4 +1,4 @@
-"""Which linears of a model are packed, and what engines make of them."""
+"""Which linears of a model are packed, and how engines join and split them."""
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -14,10 +14,10 @@ class PackedLinears:
     """The linears of a model that its ``quantization_config`` stores packed.
 
     A rule's pattern may match modules that are never quantized (routers, vision towers, heads of
-    speculative decoding): only the linears that the model's family names are.
+    speculative decoding): only linears that the model's family names are packed.
 
     Args:
-        config: config.json of the model, as a mapping; a multimodal model's whole one.
+        config: config.json of the model, as a mapping; of a multimodal model the whole file.
     """
 
     def __init__(self, config: Mapping[str, Any], checkpoint_format: CheckpointFormat) -> None:
@@ -26,7 +26,7 @@ class PackedLinears:
         self.settings = self.family.settings(config)
 
     def of(self, name: str) -> LinearFormat | None:
-        """The format of the linear ``name`` (as in the checkpoint), None if it has 16 bits."""
+        """The format of the linear ``name`` of the checkpoint, None if it has 16 bits."""
         block, within = self._place(name)
         if (
             block is None
@@ -57,7 +57,7 @@ class PackedLinears:
         """Whether the linears of a joined layer store input permutations.
 
         Raises:
-            QtoolError: if some do.
+            QtoolError: if some do and others do not.
         """
         found = {self.format.is_permuted(name) for name in names}
         if len(found) > 1:
@@ -70,8 +70,8 @@ class PackedLinears:
         """The formats of the two stacks that an engine makes of a block's experts; None: 16 bits.
 
         Raises:
-            QtoolError: if linears of a stack differ, one stack alone is packed, inputs are permuted
-                or those of gate and up rotated.
+            QtoolError: if linears of a stack differ, only one stack is packed, inputs are permuted,
+                or inputs of gate and up are rotated.
         """
         first, second = self.joined(layer, gate_up), self.joined(layer, down)
         if first is None and second is None:
@@ -114,7 +114,7 @@ class PackedLinears:
                 self.experts(down[0].rsplit(".", 2)[0], gate_up, down)
 
     def names(self) -> Iterator[str]:
-        """Full names of all of them."""
+        """Full names of all packed linears."""
         for block, linears in enumerate(self._linears):
             yield from (
                 n for w in linears if self.format.of(n := f"{self.family.blocks}.{block}.{w}")
@@ -127,14 +127,14 @@ class PackedLinears:
         return n, k
 
     def share(self, name: str, ranks: int) -> tuple[tuple[int, ...], int, int]:
-        """What one of ``ranks`` GPUs has of the linear ``name``.
+        """The share that one of ``ranks`` GPUs has of the linear ``name``.
 
         Returns:
-            Output channels of each linear that is joined in it, input channels, and among how many
-            ranks these are cut.
+            Output channels of each linear that is joined in it, input channels, and the number of
+            ranks among which the input channels are cut.
 
         Raises:
-            QtoolError: what does not divide.
+            QtoolError: naming the channels or heads that do not divide.
         """
         block, within = self._place(name)
         family, (n, k) = self._block(block or 0), self.shape(name)
@@ -166,7 +166,7 @@ class PackedLinears:
     @cached_property
     def _linears(self) -> list[dict[str, None]]:
         """The linears of each block, in the family's order."""
-        each: dict[Family, dict[str, None]] = {}  # blocks alike are the same object
+        each: dict[Family, dict[str, None]] = {}  # equal blocks share one object
         blocks = [self._block(block) for block in range(self.settings.num_hidden_layers)]
         return [each.setdefault(block, dict.fromkeys(block.linears())) for block in blocks]
 

@@ -1,7 +1,7 @@
-"""Attention of one token a sequence over a range of its keys: all of them, or a sliding window.
+"""Attention of one token per sequence over a range of its keys: all, or a sliding window.
 
-It runs in a kernel that splits long ranges over the GPU, or in one that many sequences fill
-(:mod:`.range_attention_triton`). transformers' own path repeats the keys of grouped queries in
+It runs in a kernel that splits long ranges over the GPU, or, if there are enough sequences to fill
+it, in :mod:`.range_attention_triton`. transformers' own path repeats the keys of grouped queries in
 memory.
 
 Legend: B batch, Hq query and H kv heads, C capacity of the cache, D head dimension.
@@ -23,7 +23,7 @@ RANGE_ATTENTION = "qtool_static"
 #: its ranges
 KNOWN_TO_RANGES = {"sliding_window", "is_causal", "position_ids", "use_cache", "output_attentions"}
 
-#: int32: 0 to B; where each sequence's first token lies among B * C, and B * C; how many there are
+#: int32: 0 to B; the place of each sequence's first token among B * C, then B * C; token counts
 Ranges = tuple[Tensor, Tensor, Tensor]
 
 
@@ -40,7 +40,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Transformers' attention function: output ``[B, 1, Hq, D]`` of ``query [B, Hq, 1, D]``.
 
-    Without ``key_ranges``, those of each layer, it is torch's SDPA for any number of queries.
+    ``key_ranges`` are the ranges of each layer. Without them it is torch's SDPA for any number of
+    queries.
     """
     unknown = {name for name, given in kwargs.items() if given is not None} - KNOWN_TO_RANGES
     if key_ranges is not None and not unknown and key.shape == value.shape:

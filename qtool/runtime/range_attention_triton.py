@@ -1,9 +1,9 @@
-"""Attention of one token a sequence over a range of keys each, on a GPU that many sequences fill.
+"""Attention of one token per sequence over a range of keys, for enough sequences to fill a GPU.
 
 A program holds the queries of one kv head of one sequence and reads its keys and values once, a
 tile at a time, with an online softmax in float32. On an H200 it reads 4.2 TB/s where torch's flash
-kernel reads 2.5: 128 sequences of 1900 tokens, 8 kv heads of 128 channels. Nothing splits a range,
-so that few sequences would leave most of the GPU idle.
+kernel reads 2.5: 128 sequences of 1900 tokens, 8 kv heads of 128 channels. A range is not split, so
+few sequences would leave most of the GPU idle.
 
 Legend: B sequences, Hq query and H kv heads, D channels a head.
 """
@@ -13,9 +13,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-#: numbers of a tile of keys or of values, and the most tokens of one
+#: elements of a tile of keys or of values, and the most tokens of a tile
 TILE, TOKENS = 8192, 128
-#: rows of the smallest product of tensor cores; as many query heads may share a kv head
+#: rows of the smallest tensor-core product, so the most query heads that may share a kv head
 ROWS = 16
 
 if find_spec("triton"):
@@ -83,10 +83,10 @@ def attend(
 
     Args:
         key: ``[tokens, H, D]`` of all sequences, contiguous.
-        value: as ``key``.
+        value: shaped as ``key``.
         starts: int32, the first token of each range.
         used: int32 ``[B]``, the number of tokens of each range.
-        scaling: of the scores; None: ``1 / sqrt(D)``.
+        scaling: factor of the scores; None: ``1 / sqrt(D)``.
     """
     (batch, queries, d), heads = query.shape, key.shape[1]
     out = query.new_empty(batch, queries, d)

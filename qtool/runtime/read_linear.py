@@ -42,7 +42,7 @@ def load_linear(
 
 
 def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
-    """``(N, K)`` of linear ``name``, by the family's declaration and config.json."""
+    """``(N, K)`` of the linear ``name``, by the family's declaration and config.json."""
     family = family_of(checkpoint.config)
     block, _, within = name.removeprefix(f"{family.blocks}.").partition(".")
     settings = family.settings(checkpoint.config)
