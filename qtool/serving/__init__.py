@@ -1,1 +1,1 @@
-"""Native checkpoints in serving engines: what both engines share, and a plugin for each."""
+"""Native checkpoints in serving engines: the code that engines share, and a plugin for each."""

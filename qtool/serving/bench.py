@@ -48,7 +48,7 @@ PACK_QUANTIZED = {
         }
     },
 }
-#: what ``against`` may name: additions to config.json, options of vLLM
+#: the names that ``against`` takes: additions to config.json, options of vLLM
 BASELINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8": ({}, {"quantization": "fp8"}),
     "bf16": ({}, {}),
@@ -86,10 +86,10 @@ def bench_serve(
     """Measure the checkpoint in ``directory`` and each of ``against`` in vLLM, row by row.
 
     Their KV caches are fp8; a checkpoint with a quantized cache keeps its own. Batches that do not
-    fit in the cache are left out, and so is a baseline that does not start: a warning says so.
+    fit in the cache are left out. A baseline that does not start is left out too, with a warning.
 
     Args:
-        memory: 10^9 bytes of each GPU that an engine may use; nearly all by default.
+        memory: GB (10^9 bytes) of each GPU that an engine may use; nearly all by default.
         tensor_parallel: GPUs that each engine splits its model over.
 
     Raises:
@@ -127,14 +127,14 @@ def _engines(
 ) -> dict[str, tuple[Path, dict[str, Any]]]:
     """The checkpoint and each baseline by name: its directory, and options of vLLM.
 
-    A baseline's directory, in ``folder``, holds a config.json alone.
+    The directory of a baseline, in ``folder``, holds only a config.json.
     """
     config = json.loads((directory / "config.json").read_text())
     stored = config.pop("quantization_config")
     common = {"kv_cache_dtype": "fp8", "tensor_parallel_size": tensor_parallel}
     ours = f"qtool {stored['scheme']}"
     engines = {ours: (directory, common)}
-    if stored.get("kv"):  # which vLLM keeps if no other is asked for
+    if stored.get("kv"):  # vLLM uses it unless told otherwise
         engines = {f"{ours} {stored['kv']}": (directory, common | {"kv_cache_dtype": "auto"})}
     for name in against:
         added, own = BASELINES[name]
@@ -245,7 +245,7 @@ def measure(
     output_tokens: int,
     memory: float | None = None,
 ) -> list[dict[str, Any]]:
-    """In a process with vLLM: the figures of one engine at each batch size that fits."""
+    """The figures of one engine at each batch size that fits, measured in this process."""
     length = input_tokens + max(LONG, output_tokens) + 1
     settings: dict[str, Any] = {
         "max_model_len": length,
@@ -263,7 +263,7 @@ def measure(
         if batch > room:
             print(f"batch {batch} left out: the cache holds {room} sequences", file=sys.stderr)
             continue
-        seconds(batch, 4)  # what compiles or allocates at first does it now
+        seconds(batch, 4)  # compiles and allocates
         prefill, short, long = (
             least(partial(seconds, batch, tokens), times)
             for tokens, times in ((1, 3), (SHORT, 2), (LONG, 2))

@@ -1,8 +1,8 @@
 """``qtool eval --engine vllm``: the windows and requests of an evaluation, scored by vLLM.
 
-Of a perplexity's windows vLLM gives the log-probability of every token (``prompt_logprobs``); for
-zero-shot tasks lm-eval's own class asks it. The model runs as vLLM serves it by default, with
-torch.compile, CUDA graphs and its own cache, on any number of GPUs.
+For perplexity vLLM gives the log-probability of every token of the windows (``prompt_logprobs``);
+for zero-shot tasks lm-eval's own class calls vLLM. The model runs as vLLM serves it by default,
+with torch.compile, CUDA graphs and its own cache, on any number of GPUs.
 """
 
 import math
@@ -27,9 +27,9 @@ from qtool.serving.vllm.engine import (
     prompt_scores,
 )
 
-#: prompt tokens a step, each with the float32 logits of the whole vocabulary
+#: prompt tokens per step, each with the float32 logits of the whole vocabulary
 STEP_TOKENS = 2048
-#: windows whose keys and values fit the cache, in float32: each is gone when it has been read
+#: windows whose keys and values, in float32, fit the cache; a window is freed once it is read
 CACHED_WINDOWS = 8
 
 
@@ -44,9 +44,10 @@ class VllmModel(Engine):
     """The model of a directory, native or not, in vLLM.
 
     Args:
-        tokens: of the longest window; None for requests of any length, which need the tokenizer
-            too. The engine has room for one token more, since it always generates one.
-        dtype: its name; by default the checkpoint's own.
+        tokens: number of tokens of the longest window; None for requests of any length, which need
+            the tokenizer too. The engine has room for one token more, since it always generates
+            one.
+        dtype: name of the model's dtype; by default the checkpoint's own.
 
     Raises:
         QtoolError: as :func:`qtool.serving.vllm.engine.engine`.
@@ -67,7 +68,7 @@ class VllmModel(Engine):
             room |= {"skip_tokenizer_init": False, "gpu_memory_utilization": 0.85}
         else:
             room |= FIXED_CACHE | {"kv_cache_memory_bytes": cache_bytes(text, min(lengths) + 1)}
-        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the token more
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # for that token
         self.llm = engine(
             directory,
             in_process=False,

@@ -9,8 +9,8 @@ from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.runtime.dispatch import KERNELS, Kernel, kernel_for
 
-#: token counts that are run once before serving: what engines capture in graphs, and up to a large
-#: prefill
+#: token counts that are run once before serving: those that engines capture in graphs, and larger
+#: ones up to a large prefill
 LADDER = sorted(
     {
         1,
@@ -30,9 +30,9 @@ class Gemm:
     """One multiplication of an engine's layer, as :mod:`qtool.serving.verify` checks it.
 
     Attributes:
-        names: the checkpoint's linears whose outputs ``multiply`` gives side by side, for ``[M,
+        names: the checkpoint's linears whose outputs ``multiply`` concatenates, for inputs ``[M,
             k]`` of ``dtype``.
-        launches: GEMMs that it takes: several where the linears' inputs differ.
+        launches: GEMMs that ``multiply`` runs; several if the linears' inputs differ.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Gemm:
 def serving_kernel(
     name: str, linear_format: LinearFormat, n: int, k: int, device: torch.device, dtype: torch.dtype
 ) -> Kernel:
-    """The kernel of a weight ``[n, k]``; on a CPU the op that a GPU would run, by its reference.
+    """The kernel of a weight ``[n, k]``; a CPU gets one of a GPU, whose op runs its reference.
 
     Raises:
         QtoolError: naming the layer, if no kernel takes it.
@@ -69,11 +69,11 @@ def require_kernel(
     """The first kernel that takes a weight ``[n, k]``.
 
     Args:
-        capability: of the GPU; None: of any.
-        dtype: of the activations; None: any.
+        capability: compute capability of the GPU; None: any.
+        dtype: dtype of the activations; None: any.
 
     Raises:
-        QtoolError: naming the layer, and what would be taken.
+        QtoolError: naming the layer, and what a kernel would accept.
     """
     known = KERNELS.get((linear_format.scheme, linear_format.layout), ())
     what = f"{name}: {linear_format.scheme} in layout {linear_format.layout}, {n} x {k}"
@@ -105,7 +105,7 @@ def require_kernel(
 def compile_kernels(
     multiply: Callable[[torch.Tensor], object], k: int, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Run ``multiply`` on zeros ``[M, k]`` of every M whose kernel may differ; nothing on a CPU."""
+    """Run ``multiply`` on zeros ``[M, k]`` for each M whose kernel may differ; not on a CPU."""
     if device.type == "cuda":
         for tokens in LADDER:
             multiply(torch.zeros(tokens, k, dtype=dtype, device=device))

@@ -97,7 +97,7 @@ class PackedLinear:
             )
 
     def _parameter(self, name: str, spec: Tensor, loader: "TrackedLoader") -> Any:
-        """The parameter that the engine narrows to what this rank has of each linear."""
+        """The parameter; the engine narrows it to this rank's share of each linear."""
         axis, data = self.axes[name], torch.empty(spec.shape, dtype=spec.dtype)
         if axis.output is None and len(self.names) > 1:
             return self.types.one_per_linear(
@@ -176,7 +176,7 @@ class PackedLinear:
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``[..., N]`` for ``x [..., K]``: an op that quantizes the tokens, and the GEMM."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()  # a slice of wider rows keeps its strides
+        rows = x.reshape(-1, x.shape[-1]).contiguous()  # x may be a slice of wider rows
         if len(self.pieces) == 1:
             y = self._multiply(layer, self.pieces[0], rows, bias)
         else:
@@ -201,7 +201,7 @@ class PackedLinear:
 
 
 def _inputs(layer: Any) -> int:
-    """Input channels on this rank; a replicated layer has no share."""
+    """Input channels on this rank; a replicated layer has all of them."""
     return int(getattr(layer, "input_size_per_partition", layer.input_size))
 
 

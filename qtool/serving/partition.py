@@ -1,9 +1,10 @@
 """How the stored tensors of a linear are cut among ranks and joined in a fused layer.
 
-A layout puts tiles of output channels one after another along one dimension of a stored tensor,
+A layout puts tiles of output channels one after another along one dimension of a stored tensor, and
 tiles of input channels along another. So the tensors of a fused layer (q, k and v; gate and up) are
-those of its linears joined along the first of these, and a rank's share is a piece along one of
-them: bytes move, nothing is packed again. Which dimension that is follows from the shapes alone.
+the tensors of its linears joined along the output dimension, and a rank's share is a slice along
+one of the two: bytes are copied, nothing is packed again. The shapes alone tell which dimensions
+these are.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 
-#: rows of a weight on which a cut of the input channels is tried: every layout's tile divides them
+#: rows of a random weight on which a cut of input channels is tried; every layout's tile divides it
 TRIED_ROWS = 256
 
 
@@ -24,7 +25,8 @@ TRIED_ROWS = 256
 class Axes:
     """The dimensions of one stored tensor that grow with the output and the input channels.
 
-    None if none does. ``per_output`` is how many output channels one step along ``output`` covers.
+    A dimension is None if no dimension grows. ``per_output`` is the number of output channels that
+    one step along ``output`` covers.
     """
 
     output: int | None
@@ -65,7 +67,7 @@ def require_shares(
     Args:
         outputs: output channels, on one rank, of each linear that the layer joins.
         k: input channels on one rank.
-        ranks: among how many the input channels are cut.
+        ranks: number of ranks among which the input channels are cut.
 
     Raises:
         QtoolError: naming the layer; one sentence.
@@ -95,7 +97,7 @@ def require_shares(
 @cache
 @torch.no_grad()
 def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
-    """Whether the stored tensors of ``k`` input channels, cut, are those of the cut weight.
+    """Whether cutting the stored tensors of ``k`` input channels equals packing the cut weight.
 
     It is tried on a random weight.
     """
@@ -103,7 +105,7 @@ def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
     weight = torch.randn(
         n, k, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
     )
-    weight.view(n, -1, 4)[..., ::2] = 0  # two of four, for the sparse ones
+    weight.view(n, -1, 4)[..., ::2] = 0  # two of four, for 2:4 sparse layouts
     params = scheme.fit(weight)
     codes = scheme.quantize(weight, params)
     whole = linear_format.pack(codes, params)
@@ -123,7 +125,7 @@ def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
 def _share(param: Tensor, shared: bool, rank: int, ranks: int) -> Tensor:
     """A rank's groups of a parameter ``[N, G]`` or, ``shared``, ``[G]``.
 
-    A parameter that has a value a channel is every rank's.
+    A parameter with one value per channel belongs to every rank.
     """
     by_group = shared or (param.dim() == 2 and param.shape[1] > 1)
     return param.chunk(ranks, -1)[rank].contiguous() if by_group else param

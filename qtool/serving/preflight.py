@@ -33,11 +33,13 @@ def require_servable(
     capability: tuple[int, int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Refuse linears that do not go together, a damaged file, odd shares, a GPU without a kernel.
+    """Refuse a checkpoint that these GPUs cannot serve, by its files, shares and kernels.
+
+    A model that is not native is not refused.
 
     Args:
-        capability: of the GPUs, as far as it is known. A model that is not native can be served.
-        dtype: of the activations; None: what vLLM chooses, which is of 16 bits.
+        capability: compute capability of the GPUs; None if it is not known.
+        dtype: dtype of the activations; None: the one that vLLM chooses, which has 16 bits.
 
     Raises:
         QtoolError: naming what does not fit; one sentence.
@@ -57,7 +59,7 @@ def require_shares_and_kernels(
     capability: tuple[int, int] | None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Refuse what ``tensor_parallel`` GPUs of ``capability`` cannot share or multiply in ``dtype``.
+    """Refuse linears that ``tensor_parallel`` GPUs cannot share, or not multiply in ``dtype``.
 
     Raises:
         QtoolError: naming the first such linear.

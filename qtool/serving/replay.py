@@ -1,9 +1,10 @@
 """Which kernels vLLM's steps launch, counted in the profiles of its workers.
 
-torch's profiler writes a launch of a kernel as an event of category ``kernel`` and what launched it
-as one of ``cuda_runtime``; the two have one ``correlation``. What a CUDA graph replays has that of
-``cudaGraphLaunch``. Every multiplication by a packed weight is one launch of :data:`GEMMS`, so a
-step launches as many as the model has of them: fewer mean that a layer ran something else.
+torch's profiler writes a kernel as an event of category ``kernel`` and the call that launched it as
+one of ``cuda_runtime``; both have the same ``correlation``. Kernels that a CUDA graph replays have
+the correlation of ``cudaGraphLaunch``. Every multiplication by a packed weight is one launch of
+:data:`GEMMS`, so a step launches as many as the model has multiplications; fewer launches mean that
+a layer ran something else.
 """
 
 import gzip
@@ -32,13 +33,13 @@ def profiled(directory: Path) -> dict[str, Any]:
 
 
 def read_profiles(directory: Path) -> list[Mapping[str, Any]]:
-    """The profiles in ``directory``, one a worker."""
+    """The profiles in ``directory``, one per worker."""
     files = sorted(directory.glob("*.json.gz"))
     return [json.loads(gzip.decompress(file.read_bytes())) for file in files]
 
 
 def gemm_launches(profile: Mapping[str, Any]) -> tuple[int, int]:
-    """How often a GEMM of ours was launched: in all, and by CUDA graphs."""
+    """How often a packed GEMM was launched: in all, and by CUDA graphs."""
     launched, graphs = [], set()
     for event in profile["traceEvents"]:
         correlation = event.get("args", {}).get("correlation")
@@ -52,11 +53,12 @@ def gemm_launches(profile: Mapping[str, Any]) -> tuple[int, int]:
 def replays(
     profiles: Sequence[Mapping[str, Any]], each: Sequence[int], decoded: int, *, graphs: bool
 ) -> Iterator[Verified]:
-    """One row a worker: whether each of its steps launched a GEMM for each multiplication.
+    """One row per worker: whether each of its steps launched a GEMM for each multiplication.
 
     Args:
-        each: of each worker, the multiplications by packed weights in its share of the model.
-        decoded: decode steps in the profiles, after one or more of prefill.
+        each: for each worker, the number of multiplications by packed weights in its share of the
+            model.
+        decoded: number of decode steps in the profiles, after one or more prefill steps.
         graphs: whether decode steps are replayed from CUDA graphs.
     """
     if len(profiles) != len(each):

@@ -10,7 +10,7 @@ from qtool.runtime.packed_linears import PackedLinears
 
 
 def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
-    """Check names, shapes and dtypes of all that belongs to a packed linear, by headers alone.
+    """Check names, shapes and dtypes of the tensors of packed linears; only headers are read.
 
     Raises:
         QtoolError: for the first tensor that is missing, left over, or not what the format
@@ -43,5 +43,5 @@ def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
 
 
 def kv_names(linears: PackedLinears) -> tuple[str, ...]:
-    """What a block stores for the quantized KV cache, by name within the block."""
+    """Names within a block of the tensors that it stores for the quantized KV cache."""
     return tuple(kv_tensors(linears.format.kv, linears.family, Heads.of(linears.settings)))

@@ -1,13 +1,14 @@
-"""``qtool verify --engine vllm``: what vLLM makes of a native checkpoint, beside our own runtime.
+"""``qtool verify --engine vllm``: a native checkpoint in vLLM, compared with our own runtime.
 
-For each multiplication of a layer that vLLM built from packed linears: the kernel, and the distance
-of its output from our runtime's on the same tokens. Then what vLLM's steps launch
-(:mod:`qtool.serving.replay`), and what the whole models say: the perplexity of prompts, and greedy
+Each multiplication of a layer that vLLM built from packed linears gives a row with its kernel and
+the distance of its output from our runtime's on the same tokens. Further rows check the kernels
+that vLLM's steps launch (:mod:`qtool.serving.replay`), the perplexity of prompts, and greedy
 continuations.
 
-Two right stacks differ as much as one differs from itself in other roundings. So our runtime also
-scores the prompts in float32: its largest distance from that is the *noise*. Continuations may part
-only where the two best logits are within twice the noise, perplexities by no more than its mean.
+Two correct stacks differ as much as one stack differs from itself under other roundings. So our
+runtime also scores the prompts in float32: its largest distance from these scores is the *noise*.
+Continuations may diverge only where the two best logits are within twice the noise, and
+log-perplexities by no more than four standard errors of the noise.
 """
 
 from collections.abc import Iterator
@@ -39,23 +40,23 @@ from qtool.serving.vllm.engine import (
 )
 
 TOKENS = 8
-#: steps that are profiled after a prefill
+#: decode steps that are profiled after a prefill
 DECODED = 4
-#: of layers whose kernel sums floats: another tile adds in another order, and 16 bits round it
+#: tolerance for kernels that sum floats: another tile adds in another order, and 16 bits round it
 TOLERANCE = 4e-3
-#: mean log-probabilities of tokens that are always taken as equal
+#: difference of mean log-probabilities of tokens that is always taken as equal
 EQUAL = 1e-3
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model says to prompts ``[P, S]``.
+    """A model's scores and continuations of prompts ``[P, S]``.
 
     Attributes:
         scores: log-probabilities ``[P, S - 1]`` of the prompts' tokens after the first.
         tokens: greedy continuations ``[P, T]``.
-        gaps: how far apart the two best logits were.
-        noise: ``[P, S - 1]``, by how much ``scores`` differ in float32.
+        gaps: differences of the two best logits, shaped as ``tokens``.
+        noise: ``[P, S - 1]``, differences of ``scores`` from those in float32.
     """
 
     scores: Tensor
@@ -72,14 +73,15 @@ def verify_in_vllm(
     compiled: bool = True,
     tensor_parallel: int = 1,
 ) -> Iterator[Verified]:
-    """Check what vLLM makes of the native checkpoint in ``directory``.
+    """Check that vLLM runs the native checkpoint in ``directory`` as our runtime does.
 
     Args:
         prompts: token ids, all of one length; 8 of 64 random ids by default.
-        tokens: how many are generated for each prompt.
-        compiled: as vLLM serves by default, with torch.compile and CUDA graphs; else eagerly.
-        tensor_parallel: GPUs that vLLM splits the model over. A layer of several ranks is not a
-            layer of ours, so with more than one only kernels and answers are compared.
+        tokens: number of tokens to generate for each prompt.
+        compiled: run vLLM with torch.compile and CUDA graphs, its default; else eagerly.
+        tensor_parallel: GPUs that vLLM splits the model over. A rank's share of a layer has no
+            counterpart in our runtime, so with more than one GPU only kernels and answers are
+            compared.
 
     Raises:
         QtoolError: if the checkpoint or vLLM cannot be loaded.
@@ -122,7 +124,7 @@ def layers(model: nn.Module, checkpoint: Checkpoint) -> Iterator[Verified]:
 
 
 def multiplications(model: nn.Module) -> int:
-    """How many packed GEMMs a step of vLLM's ``model`` has, on this rank."""
+    """The number of packed GEMMs in a step of vLLM's ``model``, on this rank."""
     return sum(gemm.launches for gemm in packed_gemms(model))
 
 
@@ -134,7 +136,7 @@ def packed_gemms(model: nn.Module) -> list[Gemm]:
 
 @torch.no_grad()
 def _row(gemm: Gemm, checkpoint: Checkpoint) -> Verified:
-    """What vLLM's layer gives beside our linears of the checkpoint, on the same tokens."""
+    """The row that compares vLLM's layer with our linears of the checkpoint, on the same tokens."""
     checkpoint_format = native_format(checkpoint.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x = torch.randn(
@@ -167,7 +169,7 @@ def _row(gemm: Gemm, checkpoint: Checkpoint) -> Verified:
 
 
 def _rows(checkpoint: Checkpoint, name: str) -> slice | list[int]:
-    """The rows of a linear in vLLM's order: query, key, value where the checkpoint goes by head."""
+    """The rows of a linear in vLLM's order: query, key, value if the checkpoint goes by head."""
     family = family_of(checkpoint.config)
     within = name.removeprefix(f"{family.blocks}.").partition(".")[2]
     if not family.fused_by_head or within not in family.fused:
@@ -203,7 +205,7 @@ def continuations(tokens: list[list[int]], ours: Answer) -> Verified:
 
 @torch.no_grad()
 def our_answer(directory: Path, prompts: list[list[int]], tokens: int) -> Answer:
-    """What :func:`qtool.runtime.load.load` says to prompts of one length."""
+    """The answer of :func:`qtool.runtime.load.load`'s model to prompts of one length."""
     from qtool.runtime.load import load
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -224,7 +226,7 @@ def greedy_continuations(
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Greedy continuations ``[P, T]`` of ``ids [P, S]`` by transformers' ``generate``.
 
-    Beside them, for each token, how far apart the two best logits were.
+    The second result is, for each token, the difference of the two best logits.
     """
     whole = model.generate(
         ids,

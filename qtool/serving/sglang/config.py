@@ -52,8 +52,8 @@ class QtoolConfig(QuantizationConfig):  # type: ignore[misc]
         """SGLang adds the model's configuration and what it joins to ``quantization_config``.
 
         Raises:
-            QtoolError: the model is multimodal: each of SGLang's has names of its own for the text
-                model's modules, and what is not found would be taken for 16 bits.
+            QtoolError: the model is multimodal: each such model of SGLang has its own names for the
+                text model's modules, and a linear that is not found would be taken for 16 bits.
         """
         model = config["hf_config"]
         if model.get_text_config() is not model:
@@ -82,6 +82,6 @@ class QtoolConfig(QuantizationConfig):  # type: ignore[misc]
     def shards(self, prefix: str) -> list[str]:
         """The checkpoint's names of the linears that SGLang's layer ``prefix`` joins."""
         parent, _, last = prefix.rpartition(".")
-        if self.linears.of(prefix):  # joined in the checkpoint too, as Phi-3's
+        if self.linears.of(prefix):  # joined in the checkpoint too, as in Phi-3
             return [prefix]
         return [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]

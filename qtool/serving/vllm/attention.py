@@ -1,12 +1,12 @@
 """Attention over a kv4 or kv8 cache in vLLM's pages, chosen by :mod:`qtool.serving.vllm.kv`.
 
-How a vLLM lets such pages in differs: :mod:`qtool.serving.vllm.kv_borrowed` and
+Versions of vLLM differ in how they accept such pages: :mod:`qtool.serving.vllm.kv_borrowed` and
 :mod:`qtool.serving.vllm.kv_registered` complete the backend here.
 
 New keys and values are quantized straight into the pages. Decoding reads the codes by
 ``qtool::kv_attention_paged``. A prefill is FlashAttention over the 16-bit keys and values of the
-new tokens; where a sequence has earlier ones (a later chunk, a cached prefix) these are dequantized
-beside them first.
+new tokens. If a sequence has earlier tokens (a later chunk, a cached prefix), these are first
+dequantized beside the new ones.
 
 Legend: T tokens of a step, Hq query and H kv heads, D head dimension, N pages.
 """
@@ -42,13 +42,13 @@ class Prefills:
     """Sequences of one FlashAttention call.
 
     Attributes:
-        requests: which sequences of the batch.
-        tokens: which of the batch's new tokens.
-        queries: int32 ``[n + 1]``, where each one's new tokens start among these.
+        requests: the slice of the batch's sequences.
+        tokens: the slice of the batch's new tokens.
+        queries: int32 ``[n + 1]``, where the new tokens of each sequence start among ``tokens``.
         longest_query: the most new tokens of any sequence.
         longest: the most tokens of any sequence, earlier ones included.
-        starts: of ``kv_gather``; None where there are no earlier tokens.
-        cached: of ``kv_gather``; None where there are no earlier tokens.
+        starts: argument of ``kv_gather``; None if there are no earlier tokens.
+        cached: argument of ``kv_gather``; None if there are no earlier tokens.
         total: tokens of all sequences.
     """
 
@@ -64,11 +64,11 @@ class Prefills:
 
 @dataclass
 class Metadata(AttentionMetadata):
-    """Of one step; decodes come first, a token each.
+    """The sequences of one step; decodes come first, with one token each.
 
     Attributes:
         lengths: int32 ``[B]`` tokens of each sequence.
-        table: int32 ``[B, M]``.
+        table: int32 ``[B, M]`` pages of each sequence.
         capacity: the most tokens of any sequence, ever.
     """
 
@@ -115,7 +115,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     def prefills(self, common: CommonAttentionMetadata, decodes: int) -> list[Prefills]:
         """The sequences from ``decodes`` on, in calls whose tokens fit the room for them."""
         bounds = common.query_start_loc_cpu.tolist()
-        known = common.seq_lens_cpu_upper_bound  # exact where there are several new tokens
+        known = common.seq_lens_cpu_upper_bound  # exact if there are several new tokens
         lengths = (common.seq_lens.cpu() if known is None else known).tolist()
         calls, first, tokens = [], decodes, 0
         for request in range(decodes, common.num_reqs):
@@ -158,7 +158,7 @@ class QtoolAttention(AttentionImpl[Metadata]):
     """Attention of a layer whose calibrated tensors :class:`qtool.serving.vllm.kv.KVMethod` holds.
 
     Raises:
-        QtoolError: for what the kernels lack.
+        QtoolError: for an option that the kernels lack.
     """
 
     def __init__(
@@ -215,9 +215,9 @@ class QtoolAttention(AttentionImpl[Metadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Fill ``output [T, Hq, D]``; tokens of padding are left."""
+        """Fill ``output [T, Hq, D]``, except for tokens of padding."""
         assert output is not None
-        if attn_metadata is None:  # vLLM measures the memory that a step takes
+        if attn_metadata is None:  # vLLM measures the memory of a step
             self.workspace(query)
             return output.zero_()
         pages, decodes = head_rows(kv_cache), attn_metadata.decodes
@@ -300,7 +300,7 @@ class QtoolAttention(AttentionImpl[Metadata]):
 
 
 class PagedBackend(AttentionBackend):
-    """What every vLLM asks of a backend."""
+    """The answers of the backend that are the same for every version of vLLM."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -340,6 +340,6 @@ def head_rows(kv_cache: Tensor) -> Tensor:
 
 
 def gather_room(config: VllmConfig) -> int:
-    """Rows that hold any one sequence, and any step's new tokens."""
+    """Number of rows that hold any one sequence, or the new tokens of any step."""
     step = config.scheduler_config.max_num_batched_tokens
     return max(config.model_config.max_model_len, step)

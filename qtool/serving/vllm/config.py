@@ -30,7 +30,7 @@ from qtool.serving.vllm.moe import QtoolExpertsMethod
 class QtoolConfig(QuantizationConfig):
     """The format of a native checkpoint, asked layer by layer.
 
-    vLLM fuses linears (``packed_modules_mapping``) and renames modules; rules are about the
+    vLLM fuses linears (``packed_modules_mapping``) and renames modules; rules match the
     checkpoint's names.
     """
 
@@ -43,7 +43,7 @@ class QtoolConfig(QuantizationConfig):
             )
         self.format = checkpoint_format
         self.linears: PackedLinears | None = None
-        self.keeps_cache: bool | None = None  # as the checkpoint says; not decided yet
+        self.keeps_cache: bool | None = None  # as in the checkpoint; None: not decided
         self.mapper = WeightsMapper()
 
     def __repr__(self) -> str:
@@ -70,10 +70,10 @@ class QtoolConfig(QuantizationConfig):
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Learn the model's family; check the checkpoint where its files are at hand.
+        """Find the model's family; check the checkpoint if its files are at hand.
 
-        The version goes into ``hf_config``: vLLM's compile cache is keyed by that, and by nothing
-        else of a plugin.
+        qtool's version is written into ``hf_config``, the only place where a plugin can change the
+        key of vLLM's compile cache.
         """
         self.linears = PackedLinears(hf_config.to_dict(), self.format)
         hf_config.quantization_config = {
@@ -107,7 +107,7 @@ class QtoolConfig(QuantizationConfig):
             return self._experts(layer, prefix)
         if isinstance(layer, Attention) and self.keeps_cache and self.format.kv:
             return KVMethod(self, prefix, self.format.kv)
-        return None  # embeddings and heads have 16 bits, other attention vLLM's own cache
+        return None  # embeddings and heads: 16 bits; other attention: vLLM's own cache
 
     def shards(self, prefix: str) -> list[str]:
         """The checkpoint's names of the linears that vLLM's layer ``prefix`` joins."""
@@ -117,7 +117,7 @@ class QtoolConfig(QuantizationConfig):
     def in_checkpoint(self, prefix: str) -> str:
         """The checkpoint's name of vLLM's module ``prefix``.
 
-        A mapper also renames from forms that this checkpoint has not.
+        A mapper also renames forms that this checkpoint does not have.
         """
         if self.linears is not None and prefix.startswith(f"{self.linears.family.blocks}."):
             return prefix

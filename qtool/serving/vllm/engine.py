@@ -1,4 +1,4 @@
-"""vLLM's ``LLM`` of a model directory: it is given token ids and gives ids and scores back."""
+"""vLLM's ``LLM`` of a model directory: it takes token ids and returns ids and scores."""
 
 import os
 from importlib.metadata import PackageNotFoundError, version
@@ -12,12 +12,12 @@ from qtool.models.architecture import DTYPES
 from qtool.serving.preflight import require_gpus, require_servable
 
 NEEDED = "vLLM is needed: pip install 'qtool[vllm]'"
-#: beside ``kv_cache_memory_bytes``: vLLM asks for this share of the memory at the start only
+#: used with ``kv_cache_memory_bytes``: vLLM checks this share of the memory only when it starts
 FIXED_CACHE: dict[str, Any] = {"gpu_memory_utilization": 0.02}
 
 #: in ``additional_config``: a prefill reads its own keys and values from the quantized cache too
 READ_BACK = "qtool_read_back"
-#: an engine whose scores of prompts are those of the cache, as an evaluation's are
+#: options of an engine that scores prompts through the quantized cache, as an evaluation does
 EVALUATED: dict[str, Any] = {"additional_config": {READ_BACK: True}}
 
 
@@ -25,18 +25,20 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
     """vLLM's ``LLM`` of a model directory, without its tokenizer.
 
     Args:
-        in_process: the model is in this process (the first rank's share, with several), so that it
-            can be asked; else in a process of vLLM's, which takes its memory along when it ends.
-        options: of ``vllm.LLM``; a directory of ours is recognized by its ``config.json``.
+        in_process: keep the model (of several ranks the first one's share) in this process, so that
+            it can be inspected; else it is in a process of vLLM's, whose memory is freed when it
+            ends.
+        options: options of ``vllm.LLM``, which recognizes a native checkpoint by its
+            ``config.json``.
 
     Raises:
         QtoolError: vLLM is not installed or too old, the GPUs are too few, the checkpoint cannot
             be served, or vLLM does not load it.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(not in_process))
-    # vLLM's processes start afresh: a fork would wait for OpenMP's threads, which it does not have
+    # vLLM's processes are spawned: a forked one would wait for OpenMP threads that it does not have
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    # ranks of vLLM open each other's memory, which cannot be had of expandable segments
+    # ranks of vLLM open each other's memory, which expandable segments do not allow
     os.environ.pop("PYTORCH_ALLOC_CONF", None)
     dtype = DTYPES.get(options.get("dtype", "auto"))
     require_vllm(Path(directory), options.get("tensor_parallel_size", 1), dtype)
@@ -45,7 +47,7 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
     fixed = {"skip_tokenizer_init": True, "disable_log_stats": True, "enable_prefix_caching": False}
     try:
         return LLM(str(directory), **(fixed | options))
-    except (RuntimeError, ValueError) as error:  # a failed start, options that do not go together
+    except (RuntimeError, ValueError) as error:  # a failed start, contradicting options
         last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         raise QtoolError(
             f"vLLM does not load {directory}: {last[0]} (its messages above say more)"
@@ -53,9 +55,9 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
 
 
 def require_vllm(directory: Path, tensor_parallel: int, dtype: torch.dtype | None = None) -> None:
-    """Refuse what cannot be served, before anything is loaded; the plugin is registered after it.
+    """Refuse a model that cannot be served before anything is loaded, then register the plugin.
 
-    vLLM takes a minute to import: what can be said without it is said first.
+    The import of vLLM takes a minute, so checks that do not need it run first.
 
     Raises:
         QtoolError: vLLM is not installed or too old, or the GPUs are too few, or what
@@ -66,21 +68,21 @@ def require_vllm(directory: Path, tensor_parallel: int, dtype: torch.dtype | Non
     installed()
     require_gpus(tensor_parallel)
     require_servable(directory, tensor_parallel, dtype=dtype)
-    # stdout is for results; vLLM's own voice is heard where something is wrong
+    # stdout is for results; vLLM logs to stderr
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         register()
     except ImportError as error:
         raise QtoolError(f"{NEEDED} ({error})") from error
-    from vllm.platforms import current_platform  # asked without a context on the GPU
+    from vllm.platforms import current_platform  # does not create a GPU context
 
     found = current_platform.get_device_capability()
     require_servable(directory, tensor_parallel, found and (found.major, found.minor), dtype)
 
 
 def installed() -> str:
-    """The version of vLLM, which is not imported.
+    """The installed version of vLLM, found without importing it.
 
     Raises:
         QtoolError: it is not installed.

@@ -1,11 +1,11 @@
-"""The compile pass that makes a linear's quantization one kernel with what computes its input.
+"""The compile pass that fuses a linear's quantization with the operation before it.
 
-vLLM computes RMSNorm, with the residual's addition or without, and SiLU times up as operations of
-their own, and a packed linear begins with the quantization of its input. The pass finds the pairs
-in a compiled graph and puts one operation in the place of each. The numbers stay those of the
-operations' definitions: :mod:`qtool.kernels.activation`.
+vLLM computes RMSNorm, with the residual's addition or without, and SiLU times up as separate
+operations, and a packed linear begins with the quantization of its input. The pass finds such pairs
+in a compiled graph and replaces each pair by one operation of :mod:`qtool.kernels.activation`,
+which gives the numbers of the separate operations.
 
-An operation is left alone where anything else reads its result (a router, a linear of 16 bits, or
+An operation is not fused if anything else reads its result (a router, a linear of 16 bits, or
 another quantization of it).
 """
 
@@ -26,7 +26,7 @@ from qtool.kernels.activation import quantize_activation_groups, quantize_packed
 from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.activation.quantize_residual_norm import quantize_residual_norm
 
-#: quantizations whose arguments name what they fuse
+#: operators that quantize; their arguments can name an operation to fuse
 QUANTIZATIONS: tuple[Any, ...] = (
     quantize_activation,
     quantize_activation_groups.quantize_activation_groups,
@@ -35,14 +35,14 @@ QUANTIZATIONS: tuple[Any, ...] = (
 #: vLLM's operations by the dispatcher's name
 NORM, RESIDUAL_NORM = "vllm_ir::rms_norm", "vllm_ir::fused_add_rms_norm"
 SILU_UP = "_C::silu_and_mul"
-#: what keeps SILU_UP one operation: else vLLM has it traced as several
+#: the custom op that keeps SILU_UP one operation; without it vLLM traces several
 SILU_UP_KEPT = "silu_and_mul"
 
 
 def switch_on(config: VllmConfig) -> None:
-    """Give the pass to the compiler of ``config``, before the model's layers are built.
+    """Add the pass to the compiler of ``config``, before the model's layers are built.
 
-    A pass of the user's own in its place is kept, and so is a refusal of :data:`SILU_UP_KEPT`.
+    A user's own pass in its place is kept, and so is a user's setting of :data:`SILU_UP_KEPT`.
     """
     compilation = config.compilation_config
     if compilation.mode != CompilationMode.VLLM_COMPILE or compilation.backend != "inductor":
@@ -63,7 +63,7 @@ class FuseQuantization(InductorPass):  # type: ignore[misc]
 
 
 def fuse(graph: fx.Graph) -> int:
-    """Fuse what can be fused in a functional graph of fake values; how many operations were."""
+    """Fuse all pairs that can be fused in a functional graph of fake values; their number."""
     count = 0
     for quantization in [node for node in graph.nodes if node.target in QUANTIZATIONS]:
         source = _source(quantization)
@@ -74,13 +74,13 @@ def fuse(graph: fx.Graph) -> int:
 
 
 def _source(quantization: fx.Node) -> fx.Node | None:
-    """What computes the input of a quantization that fuses nothing, if nothing else reads that."""
+    """The node that computes the input of an unfused quantization, if nothing else reads it."""
     given = _arguments(quantization)
     x, order = given["x"], given["order"]
     if given["fusion"] != "none" or len(x.users) > 1:
         return None
     if order is not None and order.op != "placeholder":
-        return None  # the fused operation takes its source's place, and may not know it there yet
+        return None  # it may be computed after the source, whose place the fused one takes
     if x.target is not operator.getitem:
         return x if _name(x) == NORM else None
     source, place = x.args
@@ -90,7 +90,7 @@ def _source(quantization: fx.Node) -> fx.Node | None:
 
 
 def _fused(quantization: fx.Node, source: fx.Node) -> tuple[Any, dict[str, Any]] | None:
-    """The operation for both with its arguments, or None where no kernel takes them."""
+    """The fused operation with its arguments, or None if no kernel takes them."""
     given = _arguments(quantization)
     if _name(source) == SILU_UP:
         x: Any = source.kwargs["input"]
@@ -114,7 +114,7 @@ def _fused(quantization: fx.Node, source: fx.Node) -> tuple[Any, dict[str, Any]]
 
 
 def _replace(quantization: fx.Node, source: fx.Node, target: Any, given: dict[str, Any]) -> None:
-    """Call ``target`` where ``source`` was; both nodes and those between them are gone."""
+    """Call ``target`` at the place of ``source``; removes both nodes and those between them."""
     graph, values = source.graph, quantization.meta["val"]
     with graph.inserting_after(source):
         fused = graph.call_function(target, tuple(given.values()))
@@ -137,13 +137,13 @@ def _replace(quantization: fx.Node, source: fx.Node, target: Any, given: dict[st
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments by name, those of :data:`QUANTIZATIONS` in their order."""
+    """A node's arguments by name, in the order of its schema."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
 def _name(node: fx.Node) -> str:
-    """The dispatcher's name of what a node calls, or calls without its mutation."""
+    """The dispatcher's name of the operator that a node calls, functionalized or not."""
     target = node.args[0] if node.target is auto_functionalized else node.target
     return target.name() if isinstance(target, torch._ops.OpOverload) else ""
 

@@ -1,11 +1,11 @@
-"""The KV cache of a native checkpoint in vLLM: who keeps it, and what was calibrated for it.
+"""The KV cache of a native checkpoint in vLLM: its backend, and its calibrated tensors.
 
-``config.json`` says kv4 or kv8, so vLLM is to keep keys and values so without being told. vLLM has
-no hook for that choice: it is made when the model's first linear asks for its method, before the
-first attention layer is built, in each process that builds the model, by setting in vLLM's own
-configuration what ``--kv-cache-dtype`` and ``--attention-backend`` would set. Where those were
-given, they count. What is set depends on how this vLLM lets pages of ours in, which is asked of its
-interfaces, not of its version.
+If ``config.json`` says kv4 or kv8, vLLM must store keys and values so without a flag, but it has no
+hook for that choice. So the choice is made when the model's first linear asks for its method,
+before the first attention layer is built, in each process that builds the model. It sets in vLLM's
+own configuration what ``--kv-cache-dtype`` and ``--attention-backend`` would set; if these were
+given, they take precedence. The values depend on how this vLLM accepts our pages, which its
+interfaces tell, not its version.
 """
 
 import re
@@ -34,14 +34,14 @@ logger = init_logger(__name__)
 
 #: caches whose kernels read pages
 PAGED = ("kv4", "kv8")
-#: attributes of vLLM's attention layer: not the names that vLLM resets when it wakes up
+#: prefix of attributes of vLLM's attention layer; vLLM resets other names when it wakes up
 PREFIX = "cache_"
 
 
 def choose_cache(config: VllmConfig, quantizer: str | None) -> bool:
-    """Have vLLM keep keys and values as the checkpoint was evaluated, if it can and may.
+    """Let vLLM store keys and values as the checkpoint was evaluated, if it can and may.
 
-    Returns whether it does; else it is told why, once.
+    Returns whether it does; else the log says why, once.
     """
     if quantizer is None:
         return False
@@ -62,7 +62,7 @@ def choose_cache(config: VllmConfig, quantizer: str | None) -> bool:
 
 
 def offered_pages() -> Any:
-    """The module for how this vLLM lets pages of ours in, or None where it does not."""
+    """The module for the way in which this vLLM accepts our pages, or None if it does not."""
     if hasattr(AttentionBackend, "customize_spec") and hasattr(
         cache_dtypes, "register_kv_cache_dtype"
     ):
@@ -109,7 +109,7 @@ def _reason_against(quantizer: str, pages: Any, config: VllmConfig) -> str:
 
 
 class KVMethod(BaseKVCacheMethod):
-    """Loads what a checkpoint stores for its cache: this rank's heads of each tensor ``[H, D]``.
+    """Loads the tensors ``[H, D]`` that a checkpoint stores for its cache, this rank's heads.
 
     Args:
         prefix: vLLM's name of the layer.
@@ -151,7 +151,7 @@ class KVMethod(BaseKVCacheMethod):
         return load
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Refuse scales that are absent, and what is damaged."""
+        """Refuse absent scales and damaged tensors."""
         if self.quantizer != "kv8":
             for name in NEUTRAL:
                 require_finite(f"{self.prefix}.{name}", getattr(layer, PREFIX + name))
@@ -163,7 +163,7 @@ class KVMethod(BaseKVCacheMethod):
 
 
 def cache_tensors(linears: PackedLinears, served: bool) -> WeightsMapper:
-    """From the checkpoint's names to :class:`KVMethod`'s; drops them where vLLM keeps its own."""
+    """From the checkpoint's names to :class:`KVMethod`'s; drops them for vLLM's own cache."""
     names: dict[re.Pattern[str], str | None] = {}
     for stored in kv_names(linears):
         parent, _, name = stored.rpartition(".")

@@ -1,8 +1,8 @@
-"""kv4 and kv8 in pages of vLLM's own cache dtypes, where the list of these is closed (vLLM 0.26).
+"""kv4 and kv8 in pages of vLLM's own cache dtypes, to which none can be added (vLLM 0.26).
 
 vLLM sizes a page by the name of the dtype, and a backend gives it a shape of that size. Two names
-have pages of our size; nothing of what they mean in vLLM's own backends is used. In layers with a
-sliding window vLLM gives 4-bit codes as much room as 8-bit ones, so they have a spec of ours.
+have pages of our size; their meaning in vLLM's own backends is not used. In layers with a sliding
+window vLLM gives 4-bit codes as much room as 8-bit ones, so these layers have a spec of ours.
 
 Importing this module registers it.
 """
@@ -59,7 +59,7 @@ KVCacheSpecRegistry.register(WindowSpec, SlidingWindowManager, SlidingWindowSpec
 
 
 def size_window(layer: Any) -> None:
-    """Have vLLM's attention layer ask for pages of our size where it has a sliding window."""
+    """Let vLLM's attention layer ask for pages of our size if it has a sliding window."""
     asked: Callable[[Any], Any] = layer.get_kv_cache_spec
 
     def get_kv_cache_spec(config: Any) -> Any:

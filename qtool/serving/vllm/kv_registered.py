@@ -1,7 +1,7 @@
-"""kv4 and kv8 as cache dtypes of their own, where vLLM registers such (vLLM 0.33).
+"""kv4 and kv8 as cache dtypes of their own, which vLLM 0.33 lets a plugin register.
 
-vLLM's page of a layer is ``[H, 64, C]`` there, C bytes for a token of a head, and the backend says
-what C is. Our page has no such rows: a head's codes, scales and zero points lie apart
+There a page of a layer is ``[H, 64, C]``, with C bytes for a token of a head, and the backend
+defines C. Our page has no such rows: a head's codes, scales and zero points lie apart
 (:mod:`qtool.kernels.attention.paged_cache`). Since nothing but our kernels reads a page, only the
 size counts: C is a 64th of a head's bytes. A head must be contiguous, and so must a page.
 
@@ -25,7 +25,7 @@ CACHE_DTYPES = {"kv4": "qtool_kv4", "kv8": "qtool_kv8"}
 
 @register_kv_cache_dtype(CACHE_DTYPES["kv4"])
 class KV4Dtype:
-    """What vLLM asks of a cache dtype."""
+    """kv4 as a cache dtype of vLLM."""
 
     name = CACHE_DTYPES["kv4"]
 
@@ -33,7 +33,7 @@ class KV4Dtype:
         return torch.uint8
 
     def quant_mode(self) -> KVQuantMode:
-        """No kernel of vLLM's reads it.
+        """The mode of a cache that no kernel of vLLM's reads.
 
         In vLLM 0.33.0 ``CUSTOM`` has the number of ``OCTAVE_K3V4`` and is another name of it; only
         backends for ROCm ask for that mode.
@@ -43,7 +43,7 @@ class KV4Dtype:
 
 @register_kv_cache_dtype(CACHE_DTYPES["kv8"])
 class KV8Dtype(KV4Dtype):
-    """kv8 beside it."""
+    """kv8 as a cache dtype of vLLM."""
 
     name = CACHE_DTYPES["kv8"]
 
@@ -51,7 +51,7 @@ class KV8Dtype(KV4Dtype):
         return torch.int8
 
 
-#: bits of a code by the dtype that holds codes: all that a spec says of its cache dtype
+#: bits of a code by the dtype that holds codes; a spec tells no more of its cache dtype
 BITS = {KV4Dtype().torch_dtype(): 4, KV8Dtype().torch_dtype(): 8}
 
 
@@ -62,7 +62,7 @@ class QtoolAttentionBackend(PagedBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """``spec`` of a layer whose token of a head has C bytes; of another dtype as it is."""
+        """``spec`` with C bytes for a token of a head; that of another dtype is unchanged."""
         if spec.kv_quant_mode != KVQuantMode.CUSTOM:
             return spec
         size = head_bytes(BITS[spec.dtype], spec.head_size) // TOKENS
@@ -70,5 +70,5 @@ class QtoolAttentionBackend(PagedBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Those in which a page is contiguous; pages of other layers may lie between."""
+        """Layouts in which a page is contiguous; pages of other layers may lie between."""
         return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC

@@ -1,10 +1,10 @@
 """Packed experts in vLLM: each expert's tensors as they are stored, in stacks.
 
-vLLM runs the experts of a layer as one opaque operation, and in a captured graph nothing may depend
-on what the router chose. Where a kernel has a grouped form the tokens are sorted on the device and
-each stack is one launch (:mod:`qtool.runtime.experts`). Elsewhere it is a loop over experts: a
-small batch goes through every expert, weighted by zero where it was not chosen; a large one is
-never captured, and each expert gets its own tokens.
+vLLM runs the experts of a layer as one opaque operation, and in a captured graph no launch may
+depend on the router's choice. If a kernel has a grouped form, the tokens are sorted on the device
+and each stack is one launch (:mod:`qtool.runtime.experts`). Otherwise a loop runs the experts: all
+tokens of a small batch go through every expert, with a weight of zero if it was not chosen; a large
+batch is never captured, and each expert gets its own tokens.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,9 +28,9 @@ from qtool.runtime.experts import ExpertStack, grouped_experts
 from qtool.serving.kernel import Gemm, compile_kernels, serving_kernel
 from qtool.serving.partition import axes, require_shares
 
-#: up to so many tokens every expert of a loop sees all of them: what vLLM captures by default
+#: up to so many tokens every expert of a loop gets all of them; vLLM captures no more by default
 CAPTURED = 512
-#: of the two stacks, the shards in the order of their rows
+#: the shards of each of the two stacks, in the order of their rows
 STACKS = {"w13": ("w1", "w3"), "w2": ("w2",)}
 #: shapes whose kernels are compiled already
 _COMPILED: set[tuple[Any, ...]] = set()
@@ -41,8 +41,8 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
 
     Args:
         name: vLLM's name of the layer.
-        formats: of gate and up (``w13``), and of down (``w2``).
-        names: of their linears in the checkpoint, by expert.
+        formats: formats of gate and up (``w13``), and of down (``w2``).
+        names: names of their linears in the checkpoint, by expert.
     """
 
     def __init__(
@@ -105,7 +105,8 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
     ) -> Iterator[str]:
         """Load ``EXPERT.PROJECTION.TENSOR``.
 
-        vLLM's own loader takes a tensor of three dimensions for those of all experts.
+        vLLM's own loader would take a tensor of three dimensions for the stacked tensors of all
+        experts.
         """
         shards = {
             layer.ckpt_gate_proj_name: "w1",
@@ -154,7 +155,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         """Check that everything was loaded and fits together; compile the kernels.
 
         Raises:
-            QtoolError: for what the checkpoint did not have, or a scale of NaN or Inf.
+            QtoolError: for a tensor that the checkpoint did not have, or a scale of NaN or Inf.
         """
         self.parts: dict[str, list[str]] = {}
         for stack, shards in STACKS.items():
@@ -185,7 +186,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         self._compile(layer, tensor.device)
 
     def _compile(self, layer: Any, device: torch.device) -> None:
-        """Run what every batch size may need once; a layer like one before needs nothing else."""
+        """Run every batch size whose kernel may differ once; layers of the same shapes share it."""
         hidden, top = self.sizes["w13"][1], self.moe.experts_per_token
         formats, sizes = (tuple(each.values()) for each in (self.formats, self.sizes))
         key = (formats, sizes, self.experts, top, self.dtype, device)
@@ -219,7 +220,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         return self._grouped(layer, x, ids.float(), ids, None)
 
     def gemms(self, layer: Any) -> Iterator[Gemm]:
-        """What each multiplication of an expert is, for who wants to check it."""
+        """The multiplications of each expert, for a check of them."""
         for expert, (stack, names) in product(range(self.experts), self.names.items()):
             each = names[expert * len(STACKS[stack]) :][: len(STACKS[stack])]
             how = self._multiply_grouped if self.grouped else self._multiply
@@ -268,7 +269,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         return self._multiply(layer, "w2", expert, silu(gate) * up)
 
     def _multiply_grouped(self, layer: RoutedExperts, stack: str, expert: int, x: Tensor) -> Tensor:
-        """The grouped product, of which one expert gets all rows."""
+        """The grouped product in which one expert gets all rows."""
         rows = torch.where(torch.arange(self.experts + 1) > expert, len(x), 0)
         offsets = rows.to(x.device, torch.int32)
         return self._stack(layer, stack).multiply(x, None, offsets)
