@@ -1,8 +1,9 @@
 """Compile CUDA C++ with NVRTC at first use, keep the result on disk, load it.
 
 The cache key is the hash of every source, every flag, the compiler's version and the architecture.
-An entry appears by an atomic rename: two processes compile twice and agree, a killed one leaves at
-most a temporary file. ``QTOOL_CACHE_DIR`` or the user's cache directory holds the entries.
+An entry appears by an atomic rename: two processes may compile the same kernel twice and store
+equal entries, and a killed process leaves at most a temporary file. ``QTOOL_CACHE_DIR`` or the
+user's cache directory holds the entries.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from qtool.errors import QtoolError
 
 SOURCES = resources.files("qtool.kernels") / "csrc"
 FLAGS: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"]}
-#: by compute capability: NVRTC's name for it, and the KiB of shared memory that a block may have
+#: NVRTC's name and the KiB of shared memory that a block may have, by compute capability
 ARCHITECTURES = {
     (8, 0): ("sm_80", 163),
     (8, 6): ("sm_86", 99),
@@ -32,7 +33,7 @@ ARCHITECTURES = {
     (12, 0): ("sm_120", 99),
     (12, 1): ("sm_120", 99),
 }
-#: those that a kernel is compiled for in the tests; sm_86 is sm_89 there
+#: architectures that kernels are compiled for in the tests; sm_89 stands for sm_86 too
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 #: source name, prologue and macros of a kernel
@@ -59,7 +60,7 @@ class Compiled:
 
     @property
     def serialized(self) -> bool:
-        """The compiler gave up overlapping wgmma instructions (warnings C7510 to C7515)."""
+        """Whether the compiler serialized wgmma instructions (warnings C7510 to C7515)."""
         return "wgmma.mma_async instructions are serialized" in self.log
 
 
@@ -70,11 +71,11 @@ class Build:
     A kernel's module lists its ``builds()``.
 
     Attributes:
-        name: of the kernel and its variant, unique.
+        name: unique name of the kernel and its variant.
         arch: ``sm_80``, ``sm_89``, ``sm_90a``, ``sm_100``, ``sm_120``.
         definition: source name, prologue and macros, the arguments of :func:`cubin`.
-        threads: a multiprocessor must hold at once, by its registers.
-        instructions: what the SASS must contain (``IGMMA.64x8x32.``, ``IMMA.16832.S8.S8``).
+        threads: number of threads that a multiprocessor must hold at once, by its registers.
+        instructions: texts that the SASS must contain (``IGMMA.64x8x32.``, ``IMMA.16832.S8.S8``).
         calls: subroutines are allowed (a division's slow path, emulated s4 on Hopper); else any RET
             is a fault.
     """

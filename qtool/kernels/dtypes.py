@@ -4,5 +4,5 @@ import torch
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, *HALF)
-#: by which csrc/common/element.cuh and the GEMMs tell them apart; int32 are bare sums
+#: numbers of dtypes in csrc/common/element.cuh and the GEMMs; int32 stands for bare sums
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3}

@@ -1,7 +1,7 @@
 """A fixed order for the float sums of groups, which kernels may otherwise split.
 
-Integer sums are exact in any order. Those of scaled groups are floats, and equal the reference's to
-the bit (:func:`qtool.schemes.arithmetic.products.group_matmul`) only where one block adds all of
+Integer sums are exact in any order. Sums of scaled groups are floats, and equal the reference's
+(:func:`qtool.schemes.arithmetic.products.group_matmul`) to the bit only if one block adds all of
 them.
 """
 
@@ -16,7 +16,7 @@ _ONE_ORDER: ContextVar[bool] = ContextVar("_ONE_ORDER", default=False)
 def groups_in_order() -> Iterator[None]:
     """Let kernels add groups in the reference's order while open.
 
-    No tile is split over K then, which costs time with few tokens.
+    Then no tile is split over K, which costs time with few tokens.
     """
     before = _ONE_ORDER.set(True)
     try:

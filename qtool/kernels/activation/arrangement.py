@@ -1,9 +1,9 @@
 """The order of token codes under packed s4 weights.
 
-A sum over K does not see a permutation that weight and tokens share. Where 16 bytes hold 32 inputs
-of an output channel, wgmma takes the 16 low nibbles as its first 16 inputs and the 16 high ones as
-its last (csrc/hopper/weights_s4.cuh), so the tokens' codes are written in that order: position ``16
-nibble + byte`` holds the input that lies there.
+A sum over K does not change by a permutation that weight and tokens share. If 16 bytes hold 32
+inputs of an output channel, wgmma takes the 16 low nibbles as its first 16 inputs and the 16 high
+ones as its last (csrc/hopper/weights_s4.cuh), so the tokens' codes are written in that order:
+position ``16 nibble + byte`` holds the input whose weight lies in that nibble of that byte.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ from qtool import layouts
 from qtool.errors import QtoolError, suggest
 from qtool.layouts import DigitLayout
 
-#: number of the order in csrc; ``none`` is the inputs' own
+#: number of the order in csrc; ``none`` keeps the inputs in their order
 ARRANGEMENTS = {"none": 0, "apex4": 1, "w4ax-interleaved": 2}
 #: inputs that an order permutes among themselves
 SPAN = 32

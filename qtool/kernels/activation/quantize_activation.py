@@ -5,7 +5,7 @@
 
 ``y`` is x, or what the model computes just before the linear, fused: ``RMSNorm(x) * norm`` or
 ``SiLU(gate) * up``; then gathered by ``order``. A fused y is rounded to x's dtype where the unfused
-model rounds it. It may be rotated then, in float32
+model rounds it. It may then be rotated, in float32
 (:mod:`qtool.schemes.arithmetic.online_hadamard`).
 """
 
@@ -33,14 +33,14 @@ from qtool.schemes.arithmetic.online_hadamard import SPAN, rotate
 FUSIONS = ("none", "rms-norm", "silu-up")
 #: number in csrc/activation/activation_row.cuh; the last is :mod:`~.quantize_residual_norm`'s
 ROW_SOURCES = {"none": 0, "rms-norm": 1, "silu-up": 2, "residual-norm": 3}
-#: as many as the GEMMs behind it take; and as many as a block holds in registers: of longer rows
-#: some values lie in local memory
+#: the most channels that the following GEMMs take, and the most that a block holds in registers; of
+#: longer rows some values lie in local memory
 MOST_CHANNELS, IN_REGISTERS = 65536, 32768
 #: on Hopper the blocks of a cluster share a row of more channels: up to so many tokens, how many
 #: blocks (measured on an H200)
 WIDE = 4096
 CLUSTERS = ((32, 8), (128, 2))
-#: of the kernels in csrc/activation: x, residual, their sum, what else is read, the outputs, M, K,
+#: of the kernels in csrc/activation: x, residual, their sum, other inputs, the outputs, M, K,
 #: epsilon
 PARAMETERS = struct.Struct("<8Q2if4x")
 
@@ -55,7 +55,7 @@ class QuantizeActivation(NamedTuple):
         norm: RMSNorm's weight ``[K]`` in x's dtype, for ``rms-norm``.
         epsilon: RMSNorm's.
         fusion: ``none``, ``rms-norm`` or ``silu-up``.
-        rotated: rotate it before it is quantized; K is a multiple of 64 then.
+        rotated: rotate y before it is quantized; K must then be a multiple of 64.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.
@@ -121,7 +121,7 @@ quantize_activation = operator("quantize_activation", QuantizeActivation)
 def fused(
     x: Tensor, order: Tensor | None, norm: Tensor | None, fusion: str, epsilon: float
 ) -> Tensor:
-    """What is quantized, ``[M, K]`` in x's dtype, as the unfused model computes it."""
+    """The values to quantize, ``[M, K]`` in x's dtype, as the unfused model computes them."""
     y = x
     if fusion == "rms-norm":
         assert norm is not None
@@ -143,11 +143,13 @@ def rms_norm(wide: Tensor, norm: Tensor, epsilon: float) -> Tensor:
 
 
 class RowPlan:
-    """The launch for the inputs of one linear, ready but for the tokens and their addresses.
+    """The launch for the inputs of one linear; only tokens and addresses differ between calls.
 
     Args:
-        sources: the kernel for up to so many tokens, and for any number at last.
-        tensors: what it reads beside the tokens: order and norm, then 8-bit groups if it has such.
+        sources: pairs of a number of tokens and the kernel for up to so many; the last takes any
+            number.
+        tensors: inputs beside the tokens: order and norm, then the map of 8-bit groups if there is
+            one.
     """
 
     def __init__(
@@ -160,21 +162,21 @@ class RowPlan:
     ) -> None:
         self.device = device
         arch, self.overlap = require_ampere(_entry(sources[0][1][0]), device)
-        #: most tokens, handle, blocks of a row, threads of a block
+        #: for each kernel: most tokens, handle, blocks per row, threads per block
         self.kernels: list[tuple[float, int, int, int]] = []
         for most, (name, _, defines) in sources:
             kernel = _kernel(name, tuple(defines.items()), arch, device.index)
             self.kernels.append((most, kernel, defines["CLUSTER"], defines["THREADS"]))
-        self.tensors = tensors  # whose addresses are in the parameters
+        self.tensors = tensors  # kept, since the parameters hold their addresses
         self.addresses, self.k, self.epsilon = pointers(*tensors), k, epsilon
 
     def launch(
         self, m: int, x: int, *out: int, residual: tuple[int, ...] = (0, 0), more: bytes = b""
     ) -> None:
-        """Start it for ``m`` tokens at ``x``, with the outputs at ``out``.
+        """Start the kernel for ``m`` tokens at address ``x``, with outputs at addresses ``out``.
 
         ``residual``: the addresses of a residual stream and of its sum with x, or zeros.
-        ``more``: what the kernel's parameters have beyond those of all.
+        ``more``: parameters of this kernel beyond the common ones.
         """
         if m:
             numbers = (m, self.k, self.epsilon)
@@ -215,7 +217,8 @@ def row_definition(
     k: int, dtype: torch.dtype, fusion: str, gather: bool, rotated: bool = False, cluster: int = 1
 ) -> dict[str, int]:
     """Macros of csrc/activation/activation_row.cuh: ``cluster`` blocks hold a row in registers."""
-    # a few rows take as long as one thread's values, many want several blocks a multiprocessor
+    # few rows take the time of one thread's values; many rows need several blocks per
+    # multiprocessor
     part = -(-k // cluster)
     threads = next((t for t in (128, 256, 512) if part <= 8 * t), 512 if part <= 32 * 512 else 1024)
     pieces = -(-part // (8 * threads))

@@ -1,11 +1,11 @@
-"""``qtool::quantize_activation_groups``: codes of an input, one scale a token and group.
+"""``qtool::quantize_activation_groups``: codes of an input, one scale per token and group.
 
-The codes are s4, in blocks of 8 bits s8 (APEX4, COMET).
+The codes are s4, or s8 in blocks of 8 bits (APEX4, COMET).
 
     sx[G, m] = max_{k in G} |y[m, k]| / 7 (a group of zeros: 1)      code = rne(y / sx)
 
-In the groups that ``eight_bit`` marks (COMET's 8-bit blocks), 127 takes the place of 7. ``y`` is
-what :mod:`~qtool.kernels.activation.quantize_activation` makes of x: fused, then gathered.
+In the groups that ``eight_bit`` marks (COMET's 8-bit blocks), 127 takes the place of 7. ``y`` is x
+after fusion and gather, as in :mod:`~qtool.kernels.activation.quantize_activation`.
 """
 
 from collections.abc import Iterator

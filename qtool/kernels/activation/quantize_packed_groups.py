@@ -2,10 +2,10 @@
 
 Blocks of 8 bits have s8 codes.
 
-The numbers of :mod:`qtool.kernels.activation.quantize_activation_groups`, in one pass: of each 32
-inputs, in the order of the weight's layout, the first 16 codes are the low nibbles of 16 bytes, the
-others the high ones. So a token's bytes lie as a weight's do in that layout, and the words of both
-meet in an s4 instruction.
+The numbers are those of :mod:`qtool.kernels.activation.quantize_activation_groups`, packed in the
+same pass. Of each 32 inputs, in the order of the weight's layout, the first 16 codes are the low
+nibbles of 16 bytes and the others the high ones. So a token's bytes have the order of a weight's in
+that layout, and an s4 instruction multiplies the words of both.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ class QuantizePackedGroups(NamedTuple):
     is a block of 128. All arguments but ``layout`` are as of :func:`quantize_activation_groups`.
 
     Args:
-        layout: of the weight, ``apex4`` or ``w4ax-interleaved``.
+        layout: layout of the weight, ``apex4`` or ``w4ax-interleaved``.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.

@@ -3,7 +3,7 @@
     added = x + residual        codes, scale, sum of RMSNorm(x + residual) * norm
 
 The norm sees the float32 sum, as vLLM's ``fused_add_rms_norm`` does; ``added`` is that sum in x's
-dtype. From there on it is :mod:`~qtool.kernels.activation.quantize_activation`.
+dtype. The rest is as in :mod:`~qtool.kernels.activation.quantize_activation`.
 """
 
 from collections.abc import Iterator

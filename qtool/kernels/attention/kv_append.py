@@ -1,7 +1,7 @@
 """``qtool::kv_append``: new keys or values, quantized straight into a preallocated packed cache.
 
-Stores what :mod:`qtool.schemes.kv` makes of them, byte for byte: kv4's codes, scales and zero
-points, or kv8's codes.
+It stores the bytes that :mod:`qtool.schemes.kv` computes: kv4's codes, scales and zero points, or
+kv8's codes.
 
 Legend: B batch, H kv heads, C capacity and t new tokens, D head dimension.
 """
@@ -40,11 +40,12 @@ class KvAppend(NamedTuple):
         codes: kv4 uint8 ``[B, H, C, D/2]``, kv8 int8 ``[B, H, C, D]``.
         scale: kv4: float16 ``[B, H, C, 1]``.
         zero: kv4: float16 ``[B, H, C, 1]``.
-        channel: float32 ``[H, D]``; kv8's scales; kv4: what a squared error of each channel counts,
-            None: all alike.
-        tokens: of every sequence afterwards, or the most of any if there are ``lengths``.
-        lengths: int32 ``[B]``, tokens of each sequence afterwards; on a GPU, those that lie outside
-            0..C are left out.
+        channel: float32 ``[H, D]``; kv8: scales; kv4: weights of the squared errors of each
+            channel, None: all equal.
+        tokens: tokens of every sequence after the call, or the most of any if there are
+            ``lengths``.
+        lengths: int32 ``[B]``, tokens of each sequence after the call; a GPU skips tokens whose
+            place is outside 0..C.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or number of tokens; one sentence.
@@ -125,12 +126,12 @@ kv_append = operator(OP, KvAppend, mutates=("codes", "scale", "zero"))
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor where the kernel can read 16 bytes at once."""
+    """The tensor, copied unless the kernel can read 16 bytes of it at once."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def blocks_of(items: int, dim: int) -> int:
-    """Blocks for so many tokens of heads, each of which has a power of two of threads."""
+    """Blocks for ``items`` tokens of heads; each item has a power of two of threads."""
     lanes = 1 << (-(-dim // HELD) - 1).bit_length()
     return -(-items * lanes // THREADS)
 

@@ -1,7 +1,7 @@
 """``qtool::kv_append_paged``: new keys and values, quantized straight into pages.
 
-Stores what :mod:`qtool.schemes.kv` makes of them, byte for byte, as
-:mod:`qtool.kernels.attention.kv_append` does; one launch for both.
+It stores the bytes that :mod:`qtool.schemes.kv` computes, as
+:mod:`qtool.kernels.attention.kv_append` does, in one launch for keys and values.
 
 Legend: T tokens, H kv heads, D head dimension.
 """
@@ -33,7 +33,7 @@ class KvAppendPaged(NamedTuple):
 
     Args:
         key: float16 or bfloat16 ``[T, H, D]`` with any strides between tokens and heads.
-        value: as ``key``.
+        value: shaped as ``key``.
         pages: uint8 ``[N, H, head_bytes]`` (:mod:`qtool.kernels.attention.paged_cache`).
         slots: int64 ``[T]``; below 0: the token is not stored.
         k_scale: kv8: float32 ``[H, D]``, of keys; kv4: None.

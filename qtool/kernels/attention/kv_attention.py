@@ -1,4 +1,4 @@
-"""``qtool::kv_attention``: attention of a few queries a sequence over a packed cache.
+"""``qtool::kv_attention``: attention of a few queries per sequence over a packed cache.
 
     out = softmax(scaling * q K'^T) V'
 
@@ -44,11 +44,11 @@ class KvAttention(NamedTuple):
         v_scale: as ``k_scale``.
         k_zero: kv4 float16 ``[B, H, C, 1]``, kv8 None.
         v_zero: as ``k_zero``.
-        tokens: of every sequence, or the most of any if there are ``lengths``.
+        tokens: tokens of every sequence, or the most of any if there are ``lengths``.
         lengths: int32 ``[B]`` tokens of each sequence, or None.
-        mask: bool ``[B, Tq, M]``, False hides, and so are tokens from M on; or None.
-        scaling: of the scores.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0: they do not.
+        mask: bool ``[B, Tq, M]`` or None; False hides a token, and tokens from M on are hidden too.
+        scaling: factor of the scores.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0: no cap.
         window: a query sees only its last ``window`` tokens, itself included; 0: all.
 
     Raises:
@@ -157,14 +157,14 @@ kv_attention = operator(OP, KvAttention)
 
 
 class Launch(NamedTuple):
-    """What dense and paged attention ask of the kernels (csrc/attention/kv_params.cuh).
+    """The arguments of the kernels for dense and paged attention (csrc/attention/kv_params.cuh).
 
     Attributes:
         query: ``[B, Hq, Tq, D]``, contiguous but for the distance between sequences.
         parts: codes, scales and zero points of keys, then of values; paged: the pages first.
         table: paged: int32 ``[B, M]``, the pages of each sequence.
         page_bytes: paged: see :mod:`qtool.kernels.attention.paged_cache`.
-        fewest: paged: splits that take part at least.
+        fewest: paged: the least number of splits.
         shift: float32 ``[B, Hq, Tq]``, added to all scores of a row before the cap.
     """
 

@@ -1,7 +1,7 @@
 """``qtool::kv_attention_paged``: :mod:`qtool.kernels.attention.kv_attention` over pages.
 
-How the work is cut follows from the arguments' shapes and ``tokens`` alone; lengths and the table
-are read on the GPU. So a captured graph may be replayed with others in the same tensors.
+The arguments' shapes and ``tokens`` alone decide how the work is cut; lengths and the table are
+read on the GPU. So a captured graph may be replayed with other values in the same tensors.
 
 Legend: B sequences, Hq query and H kv heads, D head dimension, M pages a sequence.
 """
@@ -24,7 +24,7 @@ OP = "kv_attention_paged"
 
 
 class KvAttentionPaged(NamedTuple):
-    """Write the attention of one query a sequence, its last token, to ``out``.
+    """Write the attention of one query per sequence, its last token, to ``out``.
 
     ``scaling``, ``softcap`` and ``window`` are as of ``kv_attention``.
 
@@ -35,8 +35,8 @@ class KvAttentionPaged(NamedTuple):
         lengths: int32 ``[B]`` tokens of each sequence, the query's included; 0 gives zeros.
         k_scale: kv8: float32 ``[H, D]``, of keys; kv4: None.
         v_scale: kv8: float32 ``[H, D]``, of values; kv4: None.
-        k_offset: kv4: float32 ``[H, D]`` that the keys' codes leave out, or None: nothing. It moves
-            all scores of a query alike, so only a soft cap notices.
+        k_offset: kv4: float32 ``[H, D]`` that the keys' codes leave out, or None: nothing. It adds
+            one number to all scores of a query, so it matters only for a soft cap.
         out: ``[B, Hq, D]`` in the query's dtype.
         tokens: the most of any sequence, now and in replays.
 

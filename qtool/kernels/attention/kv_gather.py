@@ -1,7 +1,7 @@
-"""``qtool::kv_gather``: keys and values that several new tokens a sequence attend to, in 16 bits.
+"""``qtool::kv_gather``: keys and values in 16 bits, for sequences with several new tokens.
 
-Of each sequence first the tokens of its pages, dequantized, then new ones as they came: what
-attention over 16-bit keys and values takes (chunked prefill, a cached prefix).
+For each sequence it writes the dequantized tokens of its pages, then its new tokens unchanged, for
+attention over 16-bit keys and values (chunked prefill, a cached prefix).
 
 Legend: B sequences, T new tokens, H kv heads, D head dimension, R rows of room.
 """
@@ -37,16 +37,16 @@ class KvGather(NamedTuple):
     ``kv_attention_paged``.
 
     Args:
-        key: of the new tokens, float16 or bfloat16 ``[T, H, D]``, sequence by sequence.
+        key: keys of the new tokens, float16 or bfloat16 ``[T, H, D]``, sequence by sequence.
         value: as ``key``.
         starts: int32 ``[B + 1]``, where each sequence starts in ``keys``; the last is ``total``.
         fresh: int32 ``[B + 1]``, where its new tokens start in ``key``.
-        cached: int32 ``[B]``, how many of its tokens are read from the pages; at least those that
-            are not new.
+        cached: int32 ``[B]``, the number of its tokens that are read from the pages, at least all
+            that are not new.
         keys: ``[R, H, D]`` in the dtype of ``key``.
         values: as ``keys``.
         total: rows to fill.
-        window: tokens that no query of this window sees become zeros; 0: there is none.
+        window: sliding window; tokens that no query sees become zeros; 0: no window.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.
@@ -73,7 +73,7 @@ class KvGather(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Eight channels of a key or a value each."""
+        """The number of threads; each has eight channels of a key or a value."""
         return self.total * self.key.shape[1] * 2 * (self.key.shape[2] // 8)
 
     def require(self) -> None:
@@ -113,7 +113,7 @@ class KvGather(NamedTuple):
         for b, cached in enumerate(self.cached.tolist()):
             start, end = self.starts[b : b + 2].tolist()
             first, last = self.fresh[b : b + 2].tolist()
-            query = end - start - (last - first)  # where the first one stands
+            query = end - start - (last - first)  # position of the first query
             for source, new, out in zip(
                 dense, (self.key, self.value), (self.keys, self.values), strict=True
             ):

@@ -11,7 +11,7 @@ from qtool.kernels.dtypes import NUMBERS
 
 WARPS = 4
 MOST_SPLITS = 64
-#: rounds of tiles that a split takes at most, where lengths are known on the GPU only
+#: the most rounds of tiles of a split, if only the GPU knows the lengths
 LONGEST = 256
 
 
@@ -19,7 +19,8 @@ LONGEST = 256
 class Plan:
     """How one block of the attention kernel is built.
 
-    ``row_tiles`` tiles of 8 query rows, ``tile`` tokens a stage, ``stages`` in each ring.
+    It has ``row_tiles`` tiles of 8 query rows, ``tile`` tokens per stage and ``stages`` in each
+    ring.
     """
 
     bits: int
@@ -31,7 +32,7 @@ class Plan:
 
     @classmethod
     def of(cls, bits: int, dim: int, rows: int) -> "Plan":
-        """The measured choice for ``rows`` query rows a kv head."""
+        """The measured choice for ``rows`` query rows per kv head."""
         row_tiles = 1 if rows <= 8 or dim > 128 else 2
         tile = 16 if bits * dim > 1024 else 32
         blocks = 2 if row_tiles == 2 or bits * dim > 512 else 4
@@ -64,8 +65,8 @@ class Plan:
     def paged_splits(self, blocks: int, capacity: int, processors: int) -> tuple[int, int]:
         """Splits for sequences of any length up to ``capacity``: the fewest, and the most.
 
-        The fewest fill the GPU. One sequence that is much longer than the others would keep a
-        block each busy while the rest are done: it is cut further.
+        The fewest fill the GPU. A sequence that is much longer than the others is cut further,
+        since otherwise its blocks would run while all others are done.
         """
         fewest = self.splits(blocks, capacity, processors)
         longest = min(MOST_SPLITS, -(-capacity // (self.tile * WARPS * LONGEST)))

@@ -12,7 +12,7 @@ from qtool.errors import QtoolError
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.schemes.kv import KV4, KV8, KVQuantizer
 
-#: what a capacity is a multiple of: the kernels read whole tiles of tokens
+#: a capacity is a multiple of it, since the kernels read whole tiles of tokens
 TOKENS = 64
 #: largest head dimension
 MOST_CHANNELS = 256
@@ -23,7 +23,7 @@ class PackedCache:
     """Keys, or values, of a layer: the tensors of :mod:`qtool.schemes.kv` with room for C tokens.
 
     Attributes:
-        op: who asks, for messages.
+        op: name of the calling op, for messages.
         codes: kv4 uint8 ``[B, H, C, D/2]``; kv8 int8 ``[B, H, C, D]``.
         scale: kv4 float16 ``[B, H, C, 1]``; kv8 float32 ``[H, D]``.
         zero: kv4 float16 ``[B, H, C, 1]``; kv8 None.

@@ -1,8 +1,8 @@
 """A packed cache in pages of 64 tokens, as serving engines hand them out: its layout and checks.
 
 A page holds, head by head, the codes of 64 keys, the codes of 64 values, and for kv4 the 64 scales
-and the 64 zero points of the keys and then of the values, in float16. kv8 leaves that room unused:
-its scales belong to the channels. So a page has, for b bytes of codes a token,
+and the 64 zero points of the keys and then of the values, in float16. kv8 leaves that room unused,
+since its scales belong to the channels. So a page has, with b bytes of codes per token of a head,
 
     heads * 64 * (2 b + 8) bytes
 
@@ -27,7 +27,7 @@ PARAMETERS = 8
 
 
 def head_bytes(bits: int, dim: int) -> int:
-    """Bytes of a page that one kv head has."""
+    """Bytes of one kv head in a page."""
     return TOKENS * (2 * (dim * bits // 8) + PARAMETERS)
 
 
@@ -36,7 +36,7 @@ class PagedCache:
     """Keys and values of a layer.
 
     Attributes:
-        op: who asks, for messages.
+        op: name of the calling op, for messages.
         pages: uint8 ``[N, H, head_bytes]``; pages may lie apart.
         dim: D.
         k_scale: kv8: float32 ``[H, D]``, of keys; kv4: None.
@@ -122,7 +122,7 @@ def require_table(op: str, table: Tensor, batch: int, device: torch.device) -> N
 
 
 def require_tokens(op: str, name: str, x: Tensor) -> None:
-    """Refuse what is not 16-bit ``[T, H, D]`` with adjacent channels and aligned heads."""
+    """Refuse ``x`` unless it is 16-bit ``[T, H, D]`` with adjacent channels and aligned heads."""
     if (
         x.dim() != 3
         or x.dtype not in HALF

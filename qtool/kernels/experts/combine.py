@@ -2,7 +2,7 @@
 
     y[t] = sum_j weights[t, j] * z[place[t, j]]
 
-in float32, product by product, in the order of j, rounded once.
+It is computed in float32, product by product in the order of j, and rounded once.
 """
 
 import struct
@@ -28,7 +28,7 @@ PARAMETERS = struct.Struct("<4Q2i")
 
 
 class CombineExperts(NamedTuple):
-    """``[T, N]`` in z's dtype.
+    """The weighted sums ``[T, N]`` in z's dtype.
 
     Args:
         z: ``[rows, N]``, outputs of the experts; N a multiple of 8.

@@ -1,8 +1,8 @@
 """``qtool::gather_expert_rows``: tokens sorted by expert, for GEMMs that take them in 16 bits.
 
-A token goes to the rows that it has with its experts as it is, or ``SiLU(gate) * up`` of it,
-rounded where the model rounds it; either may be rotated. Rows that no expert has are neither read
-nor written.
+A token, or ``SiLU(gate) * up`` of it rounded where the model rounds it, is copied to its row of
+each of its experts; either may be rotated. Rows that belong to no expert are neither read nor
+written.
 """
 
 import struct
@@ -29,7 +29,7 @@ PARAMETERS = struct.Struct("<Q32x3Q2i")
 
 
 class GatherExpertRows(ExpertRows):
-    """``[P, K]`` in x's dtype.
+    """The sorted tokens ``[P, K]`` in x's dtype.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device or GPU; one sentence.

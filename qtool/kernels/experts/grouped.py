@@ -1,7 +1,7 @@
-"""What the grouped GEMMs of all schemes share.
+"""The code that the grouped GEMMs of all schemes share.
 
 The kernels are the dense ones of :mod:`qtool.kernels.hopper` with another order of tiles: E weights
-``[N, K]``, one after another, are one of ``E N`` rows.
+``[N, K]``, one after another, are one weight of ``E N`` rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ TABLE_BYTES = 4 * (2 * (MOST_EXPERTS + 1) + THREADS // 32)
 
 
 class Dense(Protocol):
-    """One product, of one weight."""
+    """The product with one weight."""
 
     def reference(self) -> Tensor: ...
 
@@ -39,7 +39,7 @@ def require_experts(
     """The stacks ``[E, ...]`` of all experts as the tensors of one weight.
 
     Raises:
-        QtoolError: if they are not of as many experts as the offsets, or not contiguous.
+        QtoolError: if they have not as many experts as the offsets, or are not contiguous.
     """
     experts = expert_offsets.numel() - 1
     require_tensors(

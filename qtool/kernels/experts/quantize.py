@@ -1,7 +1,7 @@
 """``qtool::quantize_expert_rows``: codes of tokens that are sorted by expert.
 
-As :mod:`qtool.kernels.activation.quantize_activation`, but a token's codes go to the rows that it
-has with its experts, and rows that no expert has are neither read nor written.
+It quantizes as :mod:`qtool.kernels.activation.quantize_activation`, but writes a token's codes to
+its row of each of its experts. Rows that belong to no expert are neither read nor written.
 """
 
 import struct
@@ -19,7 +19,7 @@ from qtool.kernels.hopper.gemm import require_hopper
 from qtool.kernels.launch import pointers
 from qtool.kernels.op import operator
 
-#: what the kernel of csrc/activation/quantize_activation.cu reads beyond the others' parameters
+#: parameters of the kernel in csrc/activation/quantize_activation.cu beyond the common ones
 ROWS = struct.Struct("<2Qi4x")
 
 

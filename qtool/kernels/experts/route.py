@@ -1,7 +1,8 @@
 """``qtool::route_experts``: tokens sorted by the experts that they go to.
 
-A *pair* is a token and one of the experts it chose; its *row* is its place among all pairs, sorted
-by expert and within an expert by token. Legend: T tokens, k choices of each, E experts.
+A *pair* is a token and one of the experts it chose. The *row* of a pair is its place among all
+pairs, sorted by expert and within an expert by token. Legend: T tokens, k choices of each, E
+experts.
 """
 
 import struct
@@ -19,7 +20,7 @@ from qtool.kernels.hopper.gemm import require_hopper
 from qtool.kernels.launch import launch, load, pointers
 from qtool.kernels.op import operator
 
-#: csrc/hopper/work.cuh keeps as many in shared memory
+#: csrc/hopper/work.cuh keeps the counts of so many experts in shared memory
 MOST_EXPERTS = 512
 THREADS = 1024
 #: source name, prologue and macros
@@ -35,10 +36,10 @@ class RouteExperts(NamedTuple):
     ``place[t, j]``, -1 if its expert is not here.
 
     Args:
-        ids: int32 ``[T, k]``, the experts that each token chose; what is not 0 .. E - 1 is left
+        ids: int32 ``[T, k]``, the experts that each token chose; numbers beyond 0 .. E - 1 are left
             out.
-        expert_map: int32, the number here of each id, -1 for those of other ranks; None: the ids
-            are it.
+        expert_map: int32, this rank's number of each id, -1 for experts of other ranks; None: the
+            id itself.
         experts: E.
 
     Raises:
@@ -92,7 +93,7 @@ route_experts = operator("route_experts", RouteExperts)
 
 
 def shared_bytes(experts: int) -> int:
-    """Of a block: a count of each expert for each warp, and two sums."""
+    """Shared memory of a block: a count of each expert for each warp, and two sums."""
     return 4 * ((THREADS // 32 + 1) * experts + THREADS // 32)
 
 

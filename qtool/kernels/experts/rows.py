@@ -21,10 +21,10 @@ class ExpertRows(NamedTuple):
             then up's.
         place: int32 ``[T, k]``, the rows that a token goes to, as :func:`route_experts` gives them,
             P = T k; None: each row has its own place, P = T.
-        expert_offsets: int32 ``[E + 1]``; its last is how many rows there are, the rest of the
-            output is left as it is.
+        expert_offsets: int32 ``[E + 1]``; the last one is the number of rows; the rest of the
+            output is not written.
         fusion: ``none`` or ``silu-up``.
-        rotated: rotate what is fused; K is a multiple of 64 then.
+        rotated: rotate the fused values; K must then be a multiple of 64.
     """
 
     x: Tensor
@@ -35,7 +35,7 @@ class ExpertRows(NamedTuple):
 
     @property
     def quantized(self) -> QuantizeActivation:
-        """The op that quantizes all tokens as they lie; what it fuses is fused here too."""
+        """The op that quantizes all tokens in their order, with the same fusion."""
         return QuantizeActivation(self.x, None, None, self.fusion, 0.0, self.rotated)
 
     @property
@@ -44,7 +44,7 @@ class ExpertRows(NamedTuple):
         return 1 if self.place is None else self.place.shape[-1]
 
     def require_rows(self, op: str) -> None:
-        """Refuse what neither operator can take, with QtoolError that begins with ``op``."""
+        """Refuse arguments that neither operator takes, by a QtoolError that begins with ``op``."""
         x, place, offsets = self.x, self.place, self.expert_offsets
         if self.fusion not in FUSIONS:
             raise QtoolError(
@@ -73,6 +73,6 @@ class ExpertRows(NamedTuple):
         return out
 
     def pointers(self) -> tuple[int, ...]:
-        """The addresses of the places and of how many rows there are."""
+        """The addresses of the places and of the number of rows."""
         last = self.expert_offsets.data_ptr() + 4 * (len(self.expert_offsets) - 1)
         return *pointers(self.place), last

@@ -11,7 +11,7 @@ from math import ceil, erfc, expm1, sqrt
 from qtool.kernels.hopper.gemm import most_token_tiles
 from qtool.kernels.hopper.tiles import FINISH, RESIDENT, SMALL, Tile, split_of
 
-#: microseconds of a step (128 channels), where the weight's bytes are not the bound
+#: microseconds of a step (128 channels) if the weight's bytes are not the bound
 STEP = {
     Tile(8, split=2, blocks_per_sm=2): 0.18,
     Tile(16, split=2, blocks_per_sm=2): 0.21,
@@ -24,7 +24,7 @@ STEP = {
     Tile(128, 256): 0.69,
     Tile(256): 0.64,
 }
-#: and of 16-bit tokens
+#: the same with 16-bit tokens
 STEP_HALF = {
     Tile(8, split=2, blocks_per_sm=2): 0.24,
     Tile(16, split=2, blocks_per_sm=2): 0.26,
@@ -36,7 +36,7 @@ STEP_HALF = {
     Tile(128): 0.6,
     Tile(256): 1.1,
 }
-#: with sums of groups that are scaled in the main loop, whatever the tile: no registers for more
+#: the same if the main loop scales the sums of groups; no registers are left for larger tiles
 STEP_HALF_SUMS = {
     Tile(8, split=2, blocks_per_sm=2): 0.24,
     Tile(16, split=2, blocks_per_sm=2): 0.26,
@@ -56,7 +56,7 @@ BYTES_PER_US = 33.3e3
 def choose_experts(rows: int, experts: int, n: int, k: int, stage_bytes: int) -> Tile:
     """The tile for ``rows`` tokens of ``experts``, each of whose weights is ``[n, k]``.
 
-    ``stage_bytes`` are those of 128 channels of 128 of its rows.
+    ``stage_bytes`` are the bytes of 128 input channels of 128 rows of a weight.
     """
     return _choose(rows, experts, n, k, stage_bytes, STEP)
 
@@ -67,7 +67,7 @@ def choose_experts_half(
 ) -> Tile:
     """The tile for 16-bit tokens.
 
-    ``scales_sums``: groups' sums are scaled in the main loop, whatever the tile.
+    ``scales_sums``: the main loop scales the sums of groups with every tile.
     """
     step_us = STEP_HALF_SUMS if scales_sums else STEP_HALF
     return _choose(rows, experts, n, k, stage_bytes, step_us)
@@ -87,7 +87,7 @@ def _choose(
     bytes_each = min(rows, experts) * -(-n // 128) * steps * stage_bytes / RESIDENT[1]
 
     def cost(tile: Tile) -> float:
-        unit = tile.blocks_per_sm / tile.split  # of tiles that an SM has at once
+        unit = tile.blocks_per_sm / tile.split  # tiles per SM at once
         tiles = token_tiles(rows, experts, tile.tokens) * -(-n // tile.rows)
         waves = unit * max(1, ceil(tiles / RESIDENT[1] / unit))
         us = waves * (steps * step_us[tile] + FINISH * tile.tokens * tile.rows / 128**2)
@@ -97,10 +97,11 @@ def _choose(
 
 
 def token_tiles(rows: int, experts: int, tokens: int) -> float:
-    """How many tiles of ``tokens`` random routing is expected to need.
+    """The expected number of tiles of ``tokens`` under random routing.
 
-    An expert's rows are about Poisson's, it needs another tile for each multiple of ``tokens`` that
-    they exceed, and beyond the first these are about normal.
+    The number of an expert's rows is about Poisson distributed. An expert needs another tile for
+    each multiple of ``tokens`` that it exceeds; beyond the first the distribution is taken as
+    normal.
     """
     mean = rows / experts
     ends = range(tokens, int(mean + 6 * sqrt(mean)) + 1, tokens)
@@ -109,7 +110,7 @@ def token_tiles(rows: int, experts: int, tokens: int) -> float:
 
 
 def _table(steps: Iterable[Tile]) -> tuple[Tile, ...]:
-    """Those of ``steps``, and those that few tokens have."""
+    """The tiles of ``steps``, and the tiles for few tokens."""
     few = (
         Tile(tokens, split=split, blocks_per_sm=per_sm)
         for tokens in SPLIT_SIZES
@@ -122,5 +123,5 @@ def _table(steps: Iterable[Tile]) -> tuple[Tile, ...]:
 
 #: every tile that :func:`choose_experts` may return
 TABLE = _table(STEP)
-#: and :func:`choose_experts_half`
+#: every tile that :func:`choose_experts_half` may return
 TABLE_HALF, TABLE_HALF_SUMS = _table(STEP_HALF), _table(STEP_HALF_SUMS)

@@ -1,7 +1,7 @@
 """``qtool::w4a16_experts_gemm``: :func:`w4a16_gemm` for each expert's tokens, in one launch.
 
-By Hopper's wgmma for any number of tokens. :mod:`qtool.kernels.hopper.w4a16` says which tiles round
-the weights of groups.
+It uses Hopper's wgmma for any number of tokens. :mod:`qtool.kernels.hopper.w4a16` says which tiles
+round the weights of groups.
 """
 
 from collections.abc import Iterator
@@ -55,13 +55,13 @@ def builds() -> Iterator[Build]:
 class W4A16ExpertsGemm(NamedTuple):
     """``Y [P, N]``: rows ``expert_offsets[e]`` to ``expert_offsets[e + 1]`` by expert e's weight.
 
-    Rows beyond the last expert's are left as they are.
+    Rows beyond the last expert's are not written.
 
     Args:
         x: float16 or bfloat16 ``[P, K]``, sorted by expert.
         expert_offsets: int32 ``[E + 1]``, as :func:`route_experts` gives them.
-        qweight: ``[E, J, K/16, 2 N/J]``: an expert's weight is J of :func:`w4a16_gemm`'s, whose
-            outputs follow one another.
+        qweight: ``[E, J, K/16, 2 N/J]``: an expert's weight is J weights of :func:`w4a16_gemm`,
+            whose outputs are concatenated.
         scale: ``[E, J, G, N/J]``, of those J parts.
         out_dtype: as :func:`w4a16_gemm` takes it.
 
@@ -81,7 +81,7 @@ class W4A16ExpertsGemm(NamedTuple):
 
     @property
     def first(self) -> W4A16Gemm:
-        """The product of all rows and the first of the parts, which are alike."""
+        """The product of all rows and the first part; all parts have the same shapes."""
         return W4A16Gemm(self.x, self.qweight[0, 0], self.scale[0, 0], None, self.out_dtype)
 
     def dense(self, rows: slice, stacks: tuple[Tensor | None, ...]) -> W4A16Gemm:

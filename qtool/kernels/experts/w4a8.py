@@ -32,7 +32,7 @@ def builds() -> Iterator[Build]:
 class W4A8ExpertsGemm(NamedTuple):
     """``Y [P, N]``: rows ``expert_offsets[e]`` to ``expert_offsets[e + 1]`` by expert e's weight.
 
-    Rows beyond the last expert's are left as they are. ``qweight``, ``s1``, ``s2``, ``offset`` and
+    Rows beyond the last expert's are not written. ``qweight``, ``s1``, ``s2``, ``offset`` and
     ``zero`` are those of E calls of :func:`w4a8_gemm`, stacked; ``scheme``, ``group_size`` and
     ``out_dtype`` are as there.
 

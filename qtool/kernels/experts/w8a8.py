@@ -25,7 +25,7 @@ def builds() -> Iterator[Build]:
 class W8A8ExpertsGemm(NamedTuple):
     """``Y [P, N]``: rows ``expert_offsets[e]`` to ``expert_offsets[e + 1]`` by expert e's weight.
 
-    Rows beyond the last expert's are left as they are.
+    Rows beyond the last expert's are not written.
 
     Args:
         x: codes int8 ``[P, K]``, sorted by expert.

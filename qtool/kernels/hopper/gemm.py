@@ -36,10 +36,10 @@ PARAMETERS = struct.Struct("<128s128s9Q7i4xQ3i4x128s")
 class Operand:
     """The weight operand of a kernel: source file, macros, bytes of a stage of 128 rows.
 
-    ``token_bytes`` is what a stage holds of each token beside 128 bytes: scales of groups, the
-    second half of 16-bit channels. ``token_item`` is the bytes of a token's channel. ``box`` is the
-    rows and bytes of a copy of boxed codes: by default 64 output channels by 128 inputs.
-    ``table_bytes`` is what a block knows of the experts.
+    ``token_bytes`` are the bytes that a stage holds of each token beyond 128: scales of groups, the
+    second half of 16-bit channels. ``token_item`` is the number of bytes of a token's channel.
+    ``box`` gives the rows and bytes of a copy of boxed codes, by default 64 output channels by 128
+    inputs. ``table_bytes`` is the size of a block's table of experts.
     """
 
     source: str
@@ -51,7 +51,7 @@ class Operand:
     table_bytes: int = 0
 
     def stage(self, tile: Tile) -> int:
-        """Bytes of a stage beside 128 of each token."""
+        """Bytes of a stage without the first 128 of each token."""
         return self.stage_bytes * tile.panels + -(-self.token_bytes * tile.tokens // 512) * 512
 
 
@@ -65,8 +65,8 @@ class Weight:
     offset2: Tensor | None = None
     zero1: Tensor | None = None
     boxed: Tensor | None = None  # codes copied by boxes: a matrix of bytes, such as int8 [N, K]
-    positions: Tensor | None = None  # of what 2:4 sparsity keeps: bytes, half those of its codes
-    part: int | None = None  # output channels of a matrix of marlin tiles, where there are several
+    positions: Tensor | None = None  # of kept 2:4 weights, half as many bytes as codes
+    part: int | None = None  # output channels of a matrix of marlin tiles, if there are several
 
 
 def definition(operand: Operand, tile: Tile, out_dtype: torch.dtype) -> Source:
@@ -87,7 +87,7 @@ def definition(operand: Operand, tile: Tile, out_dtype: torch.dtype) -> Source:
 
 
 def staging_bytes(tile: Tile, out_dtype: torch.dtype) -> int:
-    """Of csrc/hopper/epilogue.cuh: two buffers a warpgroup, padded rows of 64 channels a token."""
+    """Bytes for csrc/hopper/epilogue.cuh: per warpgroup two buffers of padded 64-channel rows."""
     item = out_dtype.itemsize
     tokens = (32 if tile.tokens >= 128 else 16) // (2 if item == 4 else 1)
     return 2 * 2 * tokens * (64 * item + 16)
@@ -98,8 +98,8 @@ def builds(
 ) -> Iterator[Build]:
     """The kernel of ``operand`` with the sizes of ``tiles``, split least and most.
 
-    Its machine code must use wgmma, ``instruction`` for the tokens of a tile, and leave registers
-    for its blocks.
+    Its machine code must contain the wgmma ``instruction`` for the tokens of a tile, and leave
+    enough registers for the blocks per SM.
     """
     ordered = sorted(
         tiles, key=lambda tile: (tile.tokens, tile.rows, tile.split / tile.blocks_per_sm)
@@ -121,12 +121,12 @@ def _kernel(operand: Operand, tile: Tile, out_dtype: torch.dtype, device: int) -
 class Plan:
     """The launch of ``Y = X W^T`` for one weight ``[N, K]`` and M tokens, epilogue fused.
 
-    Whatever is the same for every call is computed here once. Checks are the op's.
+    Everything that is the same for every call is computed once. The op checks the arguments.
 
     Args:
         shape: M, N and K.
-        experts: of how many weights ``[N, K]`` the rows lie in ``weight`` one after another, each
-            for its own tokens; None: it is one.
+        experts: the number of weights ``[N, K]`` whose rows follow one another in ``weight``, each
+            for its own tokens; None: ``weight`` is one.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Plan:
         experts: int | None = None,
     ) -> None:
         m, n, self.k = shape
-        self.tensors = (weight, bias)  # whose addresses are in the parameters
+        self.tensors = (weight, bias)  # kept, since the parameters hold their addresses
         self.device, self.overlap, self.tile = weight.scale1.device, overlap, tile
         self.token_bytes = self.k * operand.token_item
         require_hopper(self.device)
@@ -163,9 +163,9 @@ class Plan:
         self.experts = (experts or 0, n, weight.part or n)
 
     def launch(self, x: int, sx: int, token_sum: int, out: int, offsets: int = 0) -> None:
-        """Start it for the tokens, their scales and sums, and the output at these addresses.
+        """Start the kernel with tokens, their scales and sums, and the output at these addresses.
 
-        ``offsets``: of the first token of each expert.
+        ``offsets``: the address of the first token of each expert.
         """
         tokens = byte_map(x, self.numbers[0], self.token_bytes, self.tile.tokens)
         addresses = (*self.weight, sx, token_sum, out)
@@ -205,7 +205,7 @@ def run(
 
 
 def most_token_tiles(m: int, experts: int, tokens: int) -> int:
-    """The most tiles of ``tokens`` that M tokens of ``experts`` need, however many each has."""
+    """The most tiles of ``tokens`` that M tokens need, however they are spread over ``experts``."""
     begun = min(m, experts)
     return begun + (m - begun) // tokens
 

@@ -1,8 +1,8 @@
-"""A linear with 8-bit activations as two launches: its input is quantized, then multiplied.
+"""A linear with 8-bit activations as two launches: one quantizes its input, one multiplies.
 
 The ops ``qtool::quantize_activation`` and ``qtool::w4a8_gemm`` or ``qtool::w8a8_gemm`` do the same
-behind torch's dispatcher, with every argument checked. Here the checks are made once a layer, and a
-call packs two blocks of parameters, allocates two tensors and launches.
+behind torch's dispatcher, with every argument checked. Here the checks are made once per layer, and
+a call packs two blocks of parameters, allocates two tensors and launches.
 """
 
 from math import prod
@@ -24,8 +24,9 @@ ALIGNMENT = 128
 class Buffers(NamedTuple):
     """The launch plan of one input shape: its GEMM, and the places of its buffers.
 
-    ``m`` tokens; ``shape`` and ``stride`` of the output; in the memory of the quantized input the
-    ``scale`` and ``token_sum`` offsets and the whole ``size``, in bytes.
+    ``m`` is the number of tokens, ``shape`` and ``stride`` are those of the output. One buffer of
+    ``size`` bytes holds the quantized input, with scales at byte ``scale`` and sums at byte
+    ``token_sum``.
     """
 
     gemm: Plan
@@ -47,7 +48,7 @@ class PreparedLinear:
         order: int32 ``[K]``, the input channel of each code, or None.
         norm: weight ``[K]`` and epsilon of an RMSNorm that the input goes through first, or None
             and 0.
-        rotated: whether it is rotated then.
+        rotated: whether the input is then rotated.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class PreparedLinear:
         sources = definitions(self.k, dtype, fusion, order is not None, rotated, self.device)
         self.rows = RowPlan(sources, (order, weight_of_norm), self.k, epsilon, self.device)
         self.plans: dict[torch.Size, Buffers] = {}
-        # what Inductor's code allocates with: half the time of torch.empty, on the current device
+        # Inductor's allocators: half the time of torch.empty, on the current device
         allocators: Any = torch._C._dynamo.guards
         on_gpu = self.device.type == "cuda"
         self.index = self.device.index if on_gpu else -1

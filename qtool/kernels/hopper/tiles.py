@@ -12,7 +12,7 @@ from functools import cache
 from math import inf
 
 SHARED_PER_BLOCK = {1: 232448, 2: 115712}  # bytes of shared memory on sm_90, by blocks per SM
-MOST_STAGES = 14  # of up to 24, these were fastest
+MOST_STAGES = 14  # fastest among up to 24
 
 
 @dataclass(frozen=True)
@@ -26,30 +26,30 @@ class Tile:
 
     @property
     def panels(self) -> int:
-        """Of 128 output channels each."""
+        """The number of panels of 128 output channels."""
         return self.rows // 128
 
     def stages(self, weight_stage_bytes: int, staging_bytes: int) -> int:
         """Pipeline stages that fit beside the epilogue's buffers.
 
-        With few tokens the inbox of the split sums takes room too.
+        With few tokens the inbox for the sums of other blocks takes room too.
         """
         fixed = 1024 + staging_bytes + 16 * self.tokens + 8
-        if self.tokens * self.panels <= 128:  # else it lies over the ring
+        if self.tokens * self.panels <= 128:  # else the inbox overlays the ring
             fixed += (self.split - 1) * -(-self.tokens // 8 // self.split) * self.panels * 4096
         stage = self.tokens * 128 + weight_stage_bytes + 16
         return min(MOST_STAGES, (SHARED_PER_BLOCK[self.blocks_per_sm] - fixed) // stage)
 
 
-#: clusters of each size that 132 SMs were seen to hold at once, one block an SM; a cluster lies in
-#: a GPC of 16 or 18
+#: the number of clusters of each size that 132 SMs hold at once, as measured, with one block per
+#: SM; a cluster lies within a GPC of 16 or 18 SMs
 RESIDENT = {1: 132, 2: 66, 3: 32, 4: 28, 8: 12}
 
-#: most row tiles, then splits and blocks an SM
+#: most row tiles, then splits and blocks per SM
 Small = tuple[tuple[float, tuple[int, int], tuple[int, int], tuple[int, int]], ...]
-#: up to 64 tokens the weight's bytes are the bound, and blocks of 128 rows right. For at most so
-#: many row tiles the split and the blocks an SM: of a long K (in steps) and of others up to 32
-#: tokens, of 64
+#: up to 64 tokens the weight's bytes are the bound, and blocks of 128 rows are best. An entry
+#: gives, for at most so many row tiles, the split and the blocks per SM: for a long K (in steps)
+#: and for other K with up to 32 tokens, and for 64 tokens
 SMALL: Small = (
     (12, (8, 1), (8, 1), (8, 1)),
     (28, (4, 1), (4, 1), (4, 1)),
@@ -105,9 +105,7 @@ def choose(m: int, n: int, k: int) -> Tile:
 def choose_s4(m: int, n: int, k: int, group_size: int | None, whole: bool = False) -> Tile:
     """The tile for s4 weights with a scale for each ``group_size`` input channels.
 
-    ``None`` is one scale for all.
-
-    ``whole``: no blocks share the sum over K.
+    ``None`` means one scale for all. ``whole``: no blocks share the sum over K.
     """
     tile = _choose(m, n, k, STEP_S4[0 if group_size is None else max(1, 128 // group_size)])
     if whole and tile.split > 1:
@@ -117,10 +115,10 @@ def choose_s4(m: int, n: int, k: int, group_size: int | None, whole: bool = Fals
 
 @cache
 def choose_half(m: int, n: int, k: int, *, scales_sums: bool = False, sparse: bool = False) -> Tile:
-    """The tile for 16-bit tokens, more than 16.
+    """The tile for more than 16 tokens of 16 bits.
 
-    ``scales_sums``: groups' sums are scaled in the main loop, whatever the tile. ``sparse``: the
-    weight is 2:4 sparse.
+    ``scales_sums``: the main loop scales the sums of groups with every tile. ``sparse``: the weight
+    is 2:4 sparse.
     """
     dense = STEP_HALF_SUMS if scales_sums else STEP_HALF
     step_us = dense if not sparse else STEP_24_SUMS if scales_sums else STEP_24
@@ -160,7 +158,7 @@ def _choose(
 
 
 def split_of(tokens: int, row_tiles: int, steps: int, small: Small = SMALL) -> tuple[int, int]:
-    """The split and the blocks an SM of blocks of up to 64 tokens by 128 rows."""
+    """The split and the blocks per SM for blocks of up to 64 tokens by 128 rows."""
     for most, long, short, wide in small:
         if row_tiles <= most:
             return wide if tokens == 64 else long if steps >= LONG else short
@@ -174,7 +172,7 @@ def split_of(tokens: int, row_tiles: int, steps: int, small: Small = SMALL) -> t
 def _table(
     small: Small, widths: tuple[int, ...], steps: Mapping[tuple[int, int], float]
 ) -> tuple[Tile, ...]:
-    """The tiles of a table for few tokens, of ``widths``, and those for many."""
+    """The tiles of ``widths`` in a table for few tokens, and the tiles for many tokens."""
     large = tuple(tile for tile in LARGE if (tile.tokens, tile.rows) in steps)
     return large + tuple(
         Tile(tokens, split=split, blocks_per_sm=per_sm)
@@ -188,7 +186,7 @@ def _table(
 
 #: every tile that :func:`choose` may return
 TABLE = _table(SMALL, (8, 16, 32, 64), STEP)
-#: and :func:`choose_half`
+#: every tile that :func:`choose_half` may return
 TABLE_HALF = _table(SMALL_HALF, (32, 64), STEP_HALF)
-#: and :func:`choose_s4`; in groups up to 128 x 128 sums
+#: every tile that :func:`choose_s4` may return; with groups up to 128 x 128 sums
 TABLE_S4 = tuple(tile for tile in TABLE if tile.tokens != 64 or tile.blocks_per_sm == 1)

@@ -1,9 +1,10 @@
 """W4A16 by Hopper's wgmma, dense and 2:4 sparse, behind the ops of :mod:`qtool.kernels.mma.w4a16`.
 
 In tiles of up to :data:`EXACT_TOKENS` tokens a group's exact products are summed, and the sum is
-scaled in float32. Beyond, each weight of a group is scaled and rounded to the tokens' dtype, as
-MARLIN and every dequantized checkpoint round it; if the scales have another dtype than the tokens,
-sums are scaled there too. Whole channels are scaled after the sum, and no weight is rounded.
+scaled in float32. In wider tiles each weight of a group is scaled and rounded to the tokens' dtype,
+as in MARLIN and in every dequantized checkpoint; if the scales have another dtype than the tokens,
+sums are scaled in these tiles too. A scale per channel is applied after the sum, and no weight is
+rounded.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from qtool.kernels.hopper.gemm import Operand, Weight
 from qtool.kernels.hopper.tiles import TABLE_HALF, Tile, choose_half
 
 EXACT_TOKENS = 32
-#: by the dtype of the tokens; for 2:4 sparse weights
+#: wgmma in the machine code, by the dtype of the tokens; the second table is for 2:4 sparse weights
 INSTRUCTIONS = {torch.float16: "HGMMA.64x{}x16.F32", torch.bfloat16: "HGMMA.64x{}x16.F32.BF16"}
 INSTRUCTIONS_24 = {x: name.replace("64x{}x16", "SP.64x{}x32") for x, name in INSTRUCTIONS.items()}
 
@@ -30,12 +31,12 @@ def operand(
     """The kernel's operand for a tile of ``tokens``.
 
     Args:
-        group: input channels a scale; 0 where it is the whole channel's.
+        group: input channels per scale; 0 if there is one scale for an output channel.
         x: dtype of the tokens.
         scale: dtype of the scales.
         sparse: the weight is 2:4 sparse, in layout marlin-24.
     """
-    step = 64 if tokens > 128 else 128  # input channels of a stage: else two of them fill the ring
+    step = 64 if tokens > 128 else 128  # input channels of a stage; two of 128 fill the ring
     defines = (
         ("GROUP", group),
         ("KIND", NUMBERS[x]),

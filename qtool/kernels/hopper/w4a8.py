@@ -4,7 +4,7 @@ Scales and bias are applied in the epilogue.
 
     v[m, n] = sum_k x[m, k] * W8[n, k]      int32      y = v * sx[m] * s1[n] + bias[n]
 
-What W8 is, is the scheme's: LiquidQuant ``q * s2 + a - 128`` (LiquidGEMM section 4), QoQ per group
+The scheme defines W8: LiquidQuant ``q * s2 + a - 128`` (LiquidGEMM section 4), QoQ per group
 ``(q - z) * s2`` (QServe 4.2.2), QoQ per channel ``q - z`` with ``v = sum x q - z * sum x``.
 
 Shapes: x int8 ``[M, K]``, sx float32 ``[M]``, qweight uint8 ``[N/64, K/64, 2048]`` (dual-MMA),
@@ -73,9 +73,9 @@ class W4A8Gemm(NamedTuple):
         offset: LiquidQuant's ``a = 128 + lo``; ``None`` for QoQ.
         zero: QoQ's zero points, per group like ``s2`` or per channel ``[N]``; ``None`` for
             LiquidQuant.
-        token_sum: ``sum_k x[m, k]``, int32 ``[M]``, as :func:`quantize_activation` returns it: the
-            kernel's weights are unsigned, 128 (or the zero point) too large, and this takes the
-            difference off.
+        token_sum: ``sum_k x[m, k]``, int32 ``[M]``, as :func:`quantize_activation` returns it. The
+            kernel's weights are unsigned, too large by 128 (or the zero point), and this sum
+            corrects the product for it.
         bias: ``[N]``, float32, float16 or bfloat16.
         scheme: ``w4a8-lqq``, ``w4a8-qoq-g128`` or ``w4a8-qoq``.
         group_size: 32, 64 or 128; ``None`` for ``w4a8-qoq``.

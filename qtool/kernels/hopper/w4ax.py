@@ -7,8 +7,8 @@ APEX4 has both granularities, COMET groups.
 
 Hopper has no s4 tensor cores: codes are multiplied as s8, so that a block of 8-bit tokens
 (w4ax-fmpq) takes the time of a 4-bit one. A group's sum is exact; the groups are added in float32,
-in their order: the thread blocks that split K each add theirs, then these sums are added. Where
-none do (:mod:`~qtool.kernels.order`), the result is the CPU's to the bit.
+in their order: each of the thread blocks that split K adds its groups, then these sums are added.
+If no blocks split K (:mod:`~qtool.kernels.order`), the result equals the CPU's to the bit.
 
 Shapes: x int8 ``[M, K]`` in the layout's :mod:`~qtool.kernels.activation.arrangement`, sx float32
 ``[G, M4]`` (M4: M rounded up to a multiple of 4), qweight uint8 in apex4 ``[K/32, N, 16]`` or

@@ -5,8 +5,8 @@ memory, by N x 32 s8 in shared memory, and adds to 64 x N int32 accumulators (PT
 wgmma.mma_async). ``rs_s8`` takes an s8 fragment in registers; ``rs_f16`` and ``rs_bf16`` take
 64 x 16 of 16 bits by N x 16 of the same, and add to float32. ``sparse_f16`` and ``sparse_bf16``
 take the kept half of a 2:4 sparse 64 x 32 fragment, its positions, and N x 32
-(wgmma.mma_async.sp); ``kSelector`` says which lanes' positions. The names with ``_first`` overwrite
-the accumulators instead.
+(wgmma.mma_async.sp); ``kSelector`` says which lanes hold the positions. Functions with ``_first``
+in their names overwrite the accumulators instead of adding to them.
 """
 
 FRAGMENT = ("const u32* a", '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])', 4)
@@ -25,7 +25,7 @@ def _wrapper(
     accumulate: bool = True,
     sparse: bool = False,
 ) -> str:
-    """``types``: of the accumulators, of A and of B."""
+    """CUDA C++ text of one wrapper; ``types`` are those of the accumulators, of A and of B."""
     count, real = n // 2, types.startswith("f32")
     b = count + a_count
     accumulators = ", ".join(f"%{i}" for i in range(count))

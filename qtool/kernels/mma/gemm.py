@@ -25,21 +25,21 @@ from qtool.kernels.launch import (
 
 #: csrc/mma/mma_params.cuh
 PARAMETERS = struct.Struct("<13Q7i4x")
-#: of a block with few tokens: what bounds it is the memory's latency, and several blocks on an SM
-#: hide it
+#: bytes of shared memory of a block with few tokens: memory latency bounds it, and several blocks
+#: per SM hide that
 NARROW = 49152
 MOST_STAGES = 6
-#: a block's least share of the work, in steps of 128 input channels: below, lending sums costs more
-#: than it wins
+#: a block's least share of the work, in steps of 128 input channels; with less, passing on its sums
+#: costs more than the split saves
 LEAST_STEPS = 8
-#: tiles for each multiprocessor from which on the tall ones are faster (on an H200: between 0.18
-#: and 0.24)
+#: from so many tiles per multiprocessor on tall tiles are faster (on an H200: between 0.18 and
+#: 0.24)
 FULL = 0.2
 
 
 @dataclass(frozen=True)
 class MmaTile:
-    """Warps over output channels (32 each) and over tokens, tokens of a warp."""
+    """Warps along output channels (32 each), warps along tokens, and tokens of a warp."""
 
     row_warps: int
     token_warps: int
@@ -58,15 +58,15 @@ class MmaTile:
         return 32 * self.row_warps * self.token_warps
 
 
-#: by tokens; those of more row warps dequantize a weight once, where there are enough of them to
-#: fill the chip
+#: tiles by tokens; tiles with more row warps dequantize a weight once, if there are enough of them
+#: to fill the chip
 NARROW_TILES = (MmaTile(4, 1, 16), MmaTile(4, 1, 32), MmaTile(4, 2, 32))
 TILES = (*NARROW_TILES, MmaTile(8, 1, 64), MmaTile(4, 2, 64), MmaTile(8, 1, 128))
 
 
 @dataclass(frozen=True)
 class MmaOperand:
-    """The operand of a kernel: source, macros, bytes of a stage, of a row and of a token, tiles."""
+    """A kernel's weight operand: source, macros, bytes of a stage, a row and a token, tiles."""
 
     source: str
     defines: tuple[tuple[str, int], ...]
@@ -129,8 +129,8 @@ def builds(
 ) -> Iterator[Build]:
     """The kernel of ``operand`` with the widest tile, or with all of them if ``every``.
 
-    Hopper calls a subroutine that emulates s4 tensor cores. Blackwell would too, and gets no kernel
-    with them.
+    Code for Hopper calls a subroutine that emulates s4 tensor cores. Code for Blackwell would too,
+    so Blackwell gets no s4 kernel.
     """
     for capability in ((8, 0), (8, 9), (9, 0), *(() if s4 else ((10, 0), (12, 0)))):
         arch, emulated = ARCHITECTURES[capability][0], s4 and capability == (9, 0)
@@ -181,7 +181,7 @@ def run(
 
     The op has checked all arguments.
 
-    ``whole``: a block for each tile, none shares one.
+    ``whole``: each tile is computed by one block.
     """
     (m, n), device = out.shape, x.device
     if tile is None:

@@ -23,7 +23,7 @@ PARAMETERS = struct.Struct("<7Q5i52x")
 
 @dataclass(frozen=True)
 class HalfWeight:
-    """A packed weight: codes int32, scales ``[G, N]``, and the positions of a 2:4 sparse one."""
+    """A packed weight: codes int32, scales ``[G, N]``, and positions if it is 2:4 sparse."""
 
     qweight: Tensor
     scale: Tensor
@@ -37,14 +37,14 @@ class HalfWeight:
 
     @property
     def group(self) -> int:
-        """Input channels a scale; 0 where it is the whole channel's."""
+        """Input channels per scale; 0 if there is one scale for an output channel."""
         groups = self.scale.shape[0]
         return 0 if groups == 1 else self.shape[1] // groups
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled for beside its tile."""
+    """The properties that a kernel is compiled for besides its tile."""
 
     sparse: bool
     group: int
@@ -59,7 +59,7 @@ class Variant:
         )
 
     def stage_bytes(self, tile: HalfTile) -> int:
-        """Of one team's ring slot: tokens, codes, positions and scales of 64 input channels."""
+        """Bytes of a team's ring slot: tokens, codes, positions, scales of 64 input channels."""
         codes = 1024 + 512 if self.sparse else 2048
         scales = 64 * self.scale.itemsize * (max(1, 64 // self.group) if self.group else 0)
         return tile.block_tokens * 128 + tile.column_warps * (codes + scales)

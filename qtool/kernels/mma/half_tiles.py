@@ -16,7 +16,7 @@ MOST_STAGES = 8
 
 @dataclass(frozen=True)
 class HalfTile:
-    """A tile: tokens a warp, warps along channels and tokens, teams, split of K, blocks an SM."""
+    """A tile: tokens per warp, warps along channels and tokens, teams, K split, blocks per SM."""
 
     tokens: int
     column_warps: int
@@ -46,8 +46,8 @@ class HalfTile:
         )
 
 
-#: up to so many tokens, by the most tiles of 64 output channels: the weight's bytes are the bound,
-#: and blocks of 64 channels right as long as all of them run at once
+#: tiles up to so many tokens, by the most tiles of 64 output channels: the weight's bytes are the
+#: bound, and blocks of 64 channels are best as long as all of them run at once
 SMALL = {
     8: (
         (66, HalfTile(8, 1, teams=8, split=2, blocks_per_sm=2)),
@@ -71,7 +71,7 @@ SMALL = {
         (inf, HalfTile(32, 4, teams=2)),
     ),
 }
-#: above, the microseconds of a block at K = 4096
+#: for more tokens, the microseconds of a block at K = 4096
 LARGE = {
     HalfTile(32, 1, teams=8): 8.5,
     HalfTile(32, 1, token_warps=2, teams=4): 15.2,

@@ -4,11 +4,11 @@ MARLIN and Sparse-MARLIN.
 
     y[m, n] = sum_G scale[n, G] * sum_{k in G} x[m, k] * (q[n, k] - 8) + bias[n]
 
-Sums are float32. By mma.sync products are exact: a scale multiplies its group's sum, and no weight
-is rounded to 16 bits as MARLIN rounds it. Hopper's wgmma (:mod:`qtool.kernels.hopper.w4a16`) does
-the same for up to 32 tokens, for whole channels, and where scales have another dtype than x. For
-more tokens it multiplies weights of groups that are rounded to x's dtype. The CPU's reference
-rounds none. Of 2:4 sparse weights both multiply the kept ones alone.
+Sums are float32. With mma.sync products are exact: a scale multiplies its group's sum, and no
+weight is rounded to 16 bits (MARLIN rounds it). Hopper's wgmma (:mod:`qtool.kernels.hopper.w4a16`)
+does the same for up to 32 tokens, for scales per channel, and for scales of another dtype than x.
+For more tokens it rounds the weights of groups to x's dtype before it multiplies them. The CPU
+reference rounds no weight. For 2:4 sparse weights both multiply only the kept weights.
 
 Shapes: x ``[M, K]``; marlin: qweight int32 ``[K/16, 2 N]``; marlin-24: qweight int32 and metadata
 int16 ``[K/32, 2 N]``; scale ``[G, N]`` (G = K / 32, 64 or 128), or ``[1, N]`` per channel; each in
@@ -36,7 +36,7 @@ from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24
 
 HOPPER = (9, 0)
-#: tokens that mma.sync multiplies faster than wgmma there
+#: up to so many tokens mma.sync is faster than wgmma on Hopper
 MOST_BY_MMA = 16
 
 
@@ -47,7 +47,7 @@ class W4A16Gemm(NamedTuple):
         x: tokens, float16 or bfloat16 ``[M, K]``, K a multiple of 128.
         qweight: int32 ``[K/16, 2 N]``, N a multiple of 64.
         scale: ``[G, N]`` or ``[1, N]``, float32, float16 or bfloat16.
-        bias: ``[N]`` of those, or ``None``.
+        bias: ``[N]`` of one of these dtypes, or ``None``.
         out_dtype: bfloat16, float16 or float32.
 
     Raises:
@@ -82,11 +82,11 @@ class W4A16Gemm(NamedTuple):
 
 
 class W4A16SparseGemm(NamedTuple):
-    """The same for a 2:4 sparse weight in the marlin-24 layout.
+    """``Y [M, N]`` as in :class:`W4A16Gemm`, for a 2:4 sparse weight in the marlin-24 layout.
 
     Args:
         qweight: the kept codes, int32 ``[K/32, 2 N]``, N a multiple of 128.
-        metadata: their positions, int16.
+        metadata: the positions of the kept codes, int16 ``[K/32, 2 N]``.
     """
 
     x: Tensor

@@ -1,8 +1,8 @@
 """``qtool::w4a8_mma_gemm``: W4A8 on Ampere and Ada, from the compute-aware layout.
 
-The arithmetic of :mod:`qtool.kernels.hopper.w4a8`, int32 sums by ``mma.sync.m16n8k32``; level 2
-takes an IMAD and an XOR for four weights, LiquidQuant's (LiquidGEMM eq. 12) as QoQ's subtraction
-after multiplication (QServe 4.2.2).
+The arithmetic is that of :mod:`qtool.kernels.hopper.w4a8`, with int32 sums by
+``mma.sync.m16n8k32``. Level 2 takes an IMAD and an XOR for four weights, both for LiquidQuant
+(LiquidGEMM eq. 12) and for QoQ's subtraction after multiplication (QServe 4.2.2).
 
 Shapes: x int8 ``[M, K]``, sx float32 ``[M]``, qweight int8 ``[N, K/2]`` (compute-aware), level-2
 parameters uint8 ``[K/g, N]`` in the layout's order, s1 ``[N]``, zero uint8 ``[N]``.
@@ -28,7 +28,7 @@ from qtool.schemes.arithmetic.products import int_matmul, scaled
 
 
 def operand(scheme: str, group_size: int | None) -> MmaOperand:
-    """What the kernel of a scheme is compiled with."""
+    """The operand that the kernel of a scheme is compiled with."""
     level2 = 0 if group_size is None else 2 * (128 // group_size)
     return MmaOperand(
         "mma/mma_w4a8_gemm",

@@ -5,10 +5,10 @@ Blocks of 8 bits have s8 tokens.
     v[m, n, G] = sum_{k in G} x[m, k] * W[n, k]                int32
     y = sum_G v * sx[m, G] * sw[n, G] + bias[n]                float32
 
-The arithmetic of :mod:`qtool.kernels.hopper.w4ax`. Tokens of 4 bits are nibbles
+The arithmetic is that of :mod:`qtool.kernels.hopper.w4ax`. Tokens of 4 bits are nibbles
 (:mod:`qtool.kernels.activation.quantize_packed_groups`), multiplied by ``mma.sync.m16n8k64`` s4;
-where ``eight_bit`` marks a block of 128 (COMET), they stay s8, and the weight's nibbles become s8
-by zero extension. Hopper and later emulate s4: right, and slow.
+in a block of 128 that ``eight_bit`` marks (COMET) they stay s8, and the weight's nibbles become s8
+by zero extension. Hopper and later GPUs emulate s4, which is right but slow.
 
 Shapes: x uint8 ``[M, K/2]``, with ``eight_bit`` ``[M, K]``; sx float32 ``[G, M4]`` (M4: M rounded
 up to a multiple of 4), qweight uint8 in apex4 ``[K/32, N, 16]`` or w4ax-interleaved ``[N, K/2]``,
@@ -36,14 +36,14 @@ from qtool.kernels.order import adds_in_order
 from qtool.schemes.arithmetic.products import group_matmul, int_matmul
 from qtool.schemes.fmpq import BLOCK
 
-#: where groups do not take registers for a second set of sums
+#: tiles for scales per channel: groups would take registers for a second set of sums
 CHANNEL_TILES = (*mma.NARROW_TILES, mma.MmaTile(4, 2, 64))
 
 
 def operand(
     layout: str, group_size: int | None, scale_dtype: torch.dtype, mixed: bool
 ) -> MmaOperand:
-    """What the kernel is compiled with."""
+    """The operand that the kernel is compiled with."""
     groups = 0 if group_size is None else max(1, 128 // group_size)
     defines = (
         ("LAYOUT", LAYOUTS[layout]),
@@ -79,7 +79,7 @@ class W4AxMmaGemm(NamedTuple):
         qweight: codes in ``layout``, ``apex4`` or ``w4ax-interleaved``.
         scale: ``[G, N]``, float32, float16 or bfloat16.
         bias: ``[N]``, float32, float16 or bfloat16, or ``None``.
-        eight_bit: uint8 ``[K/128]``, 1 where a block's tokens have 8 bits, or ``None``: nowhere.
+        eight_bit: uint8 ``[K/128]``, 1 for blocks whose tokens have 8 bits, or ``None``: no block.
         group_size: input channels that share a scale, 32 to 1024, or ``None``: all; 128 with
             ``eight_bit``.
         out_dtype: bfloat16, float16, float32, or int32 for the bare sums of codes over all of K.
