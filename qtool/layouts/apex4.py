@@ -11,9 +11,9 @@ second register of m16n8k64 is the same word of the next row of vectors (inputs 
 The codes are two's complement nibbles; the instruction reads their sign itself. Group scales are
 ``[G, N]``: lanes of a quad take the adjacent pairs 0-1, 2-3, 4-5, 6-7 of the accumulator's columns.
 
-What the paper leaves open, and what was fixed: the matrix of vectors is that of the whole weight (a
-tile's rows are 16 N bytes apart in global memory), and a vector holds its 32 inputs in order, since
-the fragment asks for eight consecutive inputs a lane.
+The paper leaves two points open. Here the matrix of vectors is that of the whole weight (a tile's
+rows are 16 N bytes apart in global memory), and a vector holds its 32 inputs in order, since the
+fragment needs eight consecutive inputs per lane.
 
 Examples:
     >>> byte, nibble = APEX4.address(torch.tensor(3), torch.tensor(32 + 13), (8, 64))

@@ -1,4 +1,4 @@
-"""compute-aware: the weights stored in the order a W4A8 mma.m16n8k32 kernel uses them.
+"""compute-aware: weights in the order in which a W4A8 mma.m16n8k32 kernel uses them.
 
 QServe section 4.2.1 (figure 9c) and appendix C (figure 17); byte for byte the order of its public
 kernels. A tile of 32 rows x 32 columns is 512 contiguous bytes. Lane ``4 l + c`` of a warp owns the
@@ -8,11 +8,12 @@ row ``8 h + l`` in its low nibble and of row ``16 + 8 h + l`` in its high one, s
 and ``(w >> 4) & 0x0F0F0F0F`` are two finished registers.
 
 ``qweight`` is declared int8 ``[N, K / 2]``, but its row n is not weight row n. Level-2 scales and
-zeros are ``[G, N]``, the four rows l, l + 8, l + 16, l + 24 of a lane adjacent (0, 8, 16, 24, 1, 9,
-...), so that one 32-bit load brings a lane its four; per-channel parameters keep their order.
+zeros are ``[G, N]``, with the four rows l, l + 8, l + 16, l + 24 of a lane adjacent (0, 8, 16, 24,
+1, 9, ...), so that a lane loads its four values by 32 bits; per-channel parameters keep their
+order.
 
-The tile is what packing needs. The public kernels also want N a multiple of 64 (per group) or 128
-(per channel) and K of 128.
+Packing needs only whole tiles. The public kernels also need N to be a multiple of 64 (per group) or
+128 (per channel) and K of 128.
 
 Examples:
     >>> n, k = torch.tensor([0, 16, 8, 0, 0]), torch.tensor([0, 0, 0, 16, 4])

@@ -33,10 +33,10 @@ class DigitLayout(Layout):
     Args:
         n: digits of the output channel.
         k: digits of the input channel.
-        order: digits of the byte address; each digit but the nibble digit is there once.
+        order: digits of the byte address; it has each digit once, except the nibble digit.
         nibble: the digit (size 2) that chooses the nibble of the byte; ``None`` for 8-bit codes.
         low: the value of the nibble digit that lies in the low nibble.
-        dtype: stored dtype; the byte tensor's last dimension is viewed as it.
+        dtype: stored dtype; the last dimension of the byte tensor is viewed in it.
         rows: give the stored tensor N rows, whatever the order, for readers that declare it
             ``[N, K / 2]``.
         group_order: order of a per-group parameter over the n digits and ``g``; ``None`` keeps
@@ -185,7 +185,7 @@ class DigitLayout(Layout):
         )
 
     def _plan(self, n: int, k: int) -> "_Plan":
-        """The byte moves of ``pack``: single bytes, or the runs of bytes that stay together."""
+        """The byte moves of ``pack``, as single bytes or as runs of bytes that stay together."""
         sizes, word, pair, order = self.sizes(n, k), torch.uint8, None, self.order
         source = [name for name, _ in parse_digits(f"{self.n} {self.k}") if name != self.nibble]
         last, tail = source[-1], order.split(",")[-1].split()
@@ -208,7 +208,7 @@ class DigitLayout(Layout):
 
 @dataclass(frozen=True)
 class _Plan:
-    """The byte permutation in its fewest, widest moves.
+    """The byte permutation, in as few and as wide moves as possible.
 
     If the last digit of k is also the last of the address, its bytes move as one ``word``. If the
     address has one more digit after it, ``pair``, of size 2, the words of that digit's two values

@@ -1,4 +1,4 @@
-"""dual-mma: one 16-byte load a thread feeds two Hopper wgmma m64nNk32 steps.
+"""dual-mma: one 16-byte load per thread feeds two Hopper wgmma m64nNk32 steps.
 
 LiquidGEMM section 5.1. A tile of 64 rows x 64 columns is 2048 contiguous bytes; thread
 ``T = 32 w + 4 q + c`` of a warpgroup (warp w, lane 4 q + c) owns bytes 16 T .. 16 T + 15, four
@@ -6,8 +6,8 @@ LiquidGEMM section 5.1. A tile of 64 rows x 64 columns is 2048 contiguous bytes;
 high nibbles register r of the second: byte b is row ``16 w + 8 h + q``, column
 ``32 step + 16 j + 4 c + b``.
 
-Level-2 parameters follow the threads: ``[N / 64, G, 64]``, the rows q and q + 8 of a thread
-adjacent.
+Level-2 parameters have the order of the threads: ``[N / 64, G, 64]``, with the rows q and q + 8 of
+a thread adjacent.
 
 Examples:
     >>> byte, nibble = DUAL_MMA.address(torch.tensor(9), torch.tensor(38), (64, 64))

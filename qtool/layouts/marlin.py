@@ -12,7 +12,8 @@ Group scales are ``[G, N]``, permuted in blocks of 64 (0, 8, 16, ..., 56, 1, 9, 
 lanes; per-channel scales - also a group parameter with one group - in blocks of 32 (0, 1, 8, 9, 16,
 17, 24, 25, 2, 3, ...), the order of the accumulator.
 
-Codes are unsigned, ``w = (c - 8) * s``. The tile is 64 x 128 (N x K): what every known reader asks.
+Codes are unsigned, ``w = (c - 8) * s``. The tile is 64 x 128 (N x K), which every known reader
+requires.
 
 Examples:
     >>> words = MARLIN.pack(torch.zeros(64, 128, dtype=torch.uint8))["qweight"]

@@ -1,15 +1,15 @@
-"""marlin-24: a 2:4 sparse weight as its kept values and the positions they were kept at.
+"""marlin-24: a 2:4 sparse weight as its kept values and their positions.
 
 Sparse-MARLIN (MARLIN section 4, figures 7 and 8) and its public checkpoint. Of every four
-consecutive inputs two are kept. The values are a matrix ``[N, K / 2]`` in MARLIN's manner, but for
-``mma.sp``, whose sparse operand is on the left: ``qweight`` int32 ``[K / 32, 2 N]`` (``B_24``). The
-positions are one nibble a quad, ``first + 4 * second``, a matrix ``[N, K / 4]``, four nibbles an
-int16, ordered so that one ldmatrix serves four ``mma.sp``: ``metadata`` int16 ``[K / 32, 2 N]``
-(``B_meta``). Each of the two matrices is a digit permutation.
+consecutive inputs two are kept. The values are a matrix ``[N, K / 2]`` in an order like MARLIN's,
+but for ``mma.sp``, whose sparse operand is on the left: ``qweight`` int32 ``[K / 32, 2 N]``
+(``B_24``). The positions are one nibble a quad, ``first + 4 * second``, a matrix ``[N, K / 4]``,
+four nibbles an int16, ordered so that one ldmatrix serves four ``mma.sp``: ``metadata`` int16 ``[K
+/ 32, 2 N]`` (``B_meta``). Each of the two matrices is a digit permutation.
 
-A dropped input is a zero of the weight: code 8 where codes are unsigned (``w = (c - 8) * s``, what
-the checkpoint holds), 0 where they are two's complement. A quad with fewer than two non-zeros keeps
-the positions that CUTLASS would: none (2, 3), only 0 (0, 2), only 1 (1, 2), only 2 or 3 (2, 3).
+A dropped input is a zero of the weight: code 8 if codes are unsigned (``w = (c - 8) * s``, as in
+the checkpoint), 0 if they are two's complement. A quad with fewer than two non-zeros keeps the
+positions that CUTLASS would: none (2, 3), only 0 (0, 2), only 1 (1, 2), only 2 or 3 (2, 3).
 
 Group scales are ``[G, N]``, in every eight 0, 4, 1, 5, 2, 6, 3, 7; per-channel scales (or one
 group) keep their order.
@@ -51,8 +51,8 @@ METADATA = DigitLayout(
     nibble="half",
     dtype=torch.int16,
 )
-#: which of a quad's inputs are not zero, as bits -> first kept position + 4 * second; 0 if they are
-#: too many
+#: first kept position + 4 * second, by bits that tell which of a quad's inputs are not zero; 0 if
+#: they are too many
 POSITIONS = (
     0b1110,
     0b1000,
@@ -122,7 +122,7 @@ def compress(codes: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     # [N, K/4], a zero is now 0
     quads = (as_words(codes, torch.int32) & 0x0F0F0F0F) ^ zero * 0x01010101
     nonzero = ((quads + 0x0F0F0F0F) >> 4) & 0x01010101
-    which = ((nonzero * 0x01020408) >> 24) & 0xF  # the four bytes gathered into four bits
+    which = ((nonzero * 0x01020408) >> 24) & 0xF  # gathers the four bytes into four bits
     table = torch.tensor(POSITIONS, dtype=torch.uint8, device=codes.device)
     positions = table.index_select(0, which.flatten()).view_as(which)
     if not codes.is_meta and not bool(positions.all()):

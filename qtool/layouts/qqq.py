@@ -1,9 +1,9 @@
 """qqq: MARLIN's order turned to int8 mma.m16n8k16, for W4A8 checkpoints of the QQQ project.
 
-No paper of this toolkit; the order is that of QQQ's public checkpoint (``B`` int32 ``[K / 16, 2
-N]``), read by an export. As :mod:`qtool.layouts.marlin`, but lane ``4 c + q`` takes four
-consecutive inputs ``4 q .. 4 q + 3`` of outputs c and c + 8 (digit b): e = 4 b + k % 4. Two
-variants place e in the word:
+It is from no paper of this toolkit: the order is that of QQQ's public checkpoint (``B`` int32 ``[K
+/ 16, 2 N]``), and an export writes it. It is the order of :mod:`qtool.layouts.marlin`, but lane ``4
+c + q`` takes four consecutive inputs ``4 q .. 4 q + 3`` of outputs c and c + 8 (digit b): e = 4 b +
+k % 4. Two variants place e in the word:
 
 - ``qqq-g128`` (per group, codes 0..15, ``w8 = rne((c - 8) * s_group)``): nibble
   ``[0, 4, 1, 5, 2, 6, 3, 7][e]``, MARLIN's, since the codes become fp16 first;
