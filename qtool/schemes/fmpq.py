@@ -1,14 +1,14 @@
 """w4ax-fmpq: COMET's mixed precision, 4-bit weights under activations of 4 or 8 bits by block.
 
 COMET section 3.2. Input channels are cut into blocks of 128; a block that holds outlier channels
-has 8-bit activations, all others 4-bit (which ones: :mod:`qtool.schemes.fmpq_blocks`):
+has 8-bit activations, all others have 4-bit ones (:mod:`qtool.schemes.fmpq_blocks` chooses them):
 
     s[n, b] = max|W| / 7            Q = clamp(rne(W / s), -8, 7)
     sx[m, b] = max|X| / (127 | 7)   Qx = clamp(rne(X / sx))
     Y = sum_b (sum_k Qx * Q) * sx[m, b] * s[n, b]
 
-The kernel's zero extension (codes in the high nibble, times 16) belongs to the layout, not to the
-numbers.
+The kernel's zero extension (codes in the high nibble, times 16) is part of the layout, not of the
+scheme.
 """
 
 import torch
@@ -26,10 +26,10 @@ BLOCK = 128
 class Fmpq(Symmetric):
     """Parameters: ``scale [N, K/128]``, and ``eight_bit [K/128]`` u8.
 
-    The latter is 1 where a block has 8-bit activations.
+    ``eight_bit`` is 1 for blocks with 8-bit activations.
 
-    The map belongs to one layer: ``scheme.with_blocks(eight_bit)`` is the scheme of that layer,
-    whose ``fit`` records it. Without it no block has 8 bits.
+    This map belongs to one layer: ``scheme.with_blocks(eight_bit)`` is the scheme of that layer,
+    whose ``fit`` records the map. Without a map no block has 8 bits.
     """
 
     name = "w4ax-fmpq"
@@ -37,7 +37,7 @@ class Fmpq(Symmetric):
     signed = True
     group_sizes = (BLOCK,)
     default_group_size = BLOCK
-    #: of the 4-bit blocks; :meth:`fake_activation` and :meth:`matmul` follow the map
+    #: activations of 4-bit blocks; :meth:`fake_activation` and :meth:`matmul` follow the map
     activation = Activation(4, BLOCK)
     shared_params = frozenset({"eight_bit"})
     divisor, low, high = 7, -8, 7

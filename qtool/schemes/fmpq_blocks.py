@@ -1,9 +1,9 @@
-"""Outlier channels of a layer: which they are, and which blocks hold them.
+"""The outlier channels of a layer, and the blocks that hold them.
 
-COMET section 3.2, figure 4: outliers sit in a few fixed channels, with magnitudes tenfold those of
-the rest. Calibration gives ``amax [K]``, the largest magnitude of each input channel; one
-permutation of the input channels (of the weight's columns too) puts the outliers into as few blocks
-of 128 as possible, and only those blocks get 8-bit activations.
+COMET section 3.2, figure 4: outliers sit in a few fixed channels, with magnitudes ten times as
+large as in the others. Calibration gives ``amax [K]``, the largest magnitude of each input channel;
+one permutation of the input channels (of the weight's columns too) puts the outliers into as few
+blocks of 128 as possible, and only those blocks get 8-bit activations.
 """
 
 from collections.abc import Iterable
@@ -67,10 +67,10 @@ def outlier_channels(amax: Tensor, ratio: float = OUTLIER_RATIO) -> Tensor:
 
 
 def gather_outliers(amax: Tensor, outliers: Tensor) -> Tensor:
-    """Permutation ``[K]``: largest maximum first; identity where there is no outlier to gather.
+    """Permutation ``[K]``: largest maximum first; the identity if there is no outlier.
 
-    Sorting also puts channels of like magnitude into one 4-bit block (QServe B.2.3), which a mere
-    gathering would not.
+    Sorting also puts channels of similar magnitude into one 4-bit block (QServe B.2.3), which
+    gathering alone would not do.
     """
     if not outliers.any():
         return torch.arange(len(amax), device=amax.device)
@@ -85,7 +85,7 @@ def by_magnitude(amax: Tensor) -> Tensor:
 def eight_bit_blocks(amax: Tensor, outliers: Tensor, cap: int) -> Tensor:
     """Map ``[K/128]`` u8 of the blocks that hold an outlier, at most ``cap`` of them.
 
-    Above ``cap`` those with the largest maxima stay.
+    If there are more than ``cap``, the blocks with the largest maxima are chosen.
 
     ``amax [K]`` and ``outliers [K]`` in the layer's own order of channels.
     """
@@ -97,7 +97,7 @@ def eight_bit_blocks(amax: Tensor, outliers: Tensor, cap: int) -> Tensor:
 
 
 def block_cap(channels: int, max_8bit_blocks: int | None, min_w4a4_share: float) -> int:
-    """The number of the ``channels / 128`` blocks that may have 8 bits."""
+    """The number of blocks, of ``channels / 128``, that may have 8 bits."""
     if max_8bit_blocks is not None and max_8bit_blocks < 0:
         raise QtoolError(f"w4ax-fmpq: at most {max_8bit_blocks} 8-bit blocks; expected 0 or more")
     if not 0 <= min_w4a4_share <= 1:

@@ -1,18 +1,18 @@
 """Chooses the granularity that a GPU can afford, by its tensor-core to CUDA-core ratio.
 
 Group scales are applied on CUDA cores inside the main loop. APEX4 section 2.2, equation 2: the cost
-is governed by ``rho = INT4 tensor-core ops / FP32 CUDA-core ops`` of one SM in one cycle. Up to 16
-a group-128 W4A4 kernel beats FP16; at 64 it falls to 0.43-0.47 of it (section 5.3), and per-channel
-scales with G = 32 for two layers only (``mix``) recover it. QServe section 5.3 uses W4A8 per
-channel on A100 and groups of 128 on L40S, "because L40S has stronger CUDA cores": INT8 ratios 32
-and 8. No paper has a point between 16 and 32; both choices change above 16.
+is governed by ``rho = INT4 tensor-core ops / FP32 CUDA-core ops`` of one SM in one cycle. Up to rho
+= 16 a group-128 W4A4 kernel beats FP16; at 64 its speed falls to 0.43-0.47 of FP16's (section 5.3),
+and per-channel scales with G = 32 for two layers only (``mix``) recover it. QServe section 5.3 uses
+W4A8 per channel on A100 and groups of 128 on L40S, "because L40S has stronger CUDA cores": INT8
+ratios 32 and 8. No paper has a point between 16 and 32; both choices change above 16.
 """
 
 from dataclasses import dataclass
 
 from qtool.errors import QtoolError, suggest
 
-#: largest ratio at which dequantizing by groups of 128 in the main loop pays
+#: the largest ratio at which dequantizing groups of 128 in the main loop pays off
 GROUP_RATIO = 16
 
 
@@ -21,7 +21,7 @@ class Gpu:
     """A GPU's arithmetic per SM and clock cycle, dense, a multiply-add counting as two.
 
     Args:
-        int4: tensor-core ops; None where the instruction is emulated.
+        int4: tensor-core ops; None if the instruction is emulated.
         int8: tensor-core ops.
         fp32: CUDA-core ops.
         source: where the numbers come from.
@@ -40,7 +40,7 @@ class Gpu:
 
     @property
     def rho(self) -> float:
-        """INT4 to FP32 ratio; W4A4 runs on INT8 tensor cores where there are no INT4 ones."""
+        """INT4 to FP32 ratio; without INT4 tensor cores W4A4 runs on INT8 ones."""
         return (self.int4 or self.int8) / self.fp32
 
     @property

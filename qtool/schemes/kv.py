@@ -10,17 +10,17 @@ The 4-bit ones are asymmetric, with scale and zero point in fp16 beside the code
     s = 0.95 (max - min) / 15    z = 7.5 - (max + min) / 2s
     Q = clamp(rne(X / s + z), 0, 15)    X' = (Q - z) * s
 
-QServe has the whole range. Beyond the paper, the line through the codes is fitted by least squares
+QServe uses the whole range. Beyond the paper, the line through the codes is fitted by least squares
 and the values are rounded again on it, three times or until that brings them no nearer to X
-(:func:`refit`): an eighth less squared error than on the whole range, in the same format. Squared
-errors of a key count by what the queries have of each channel, where that was calibrated: it
-differs a hundredfold within a head. The zero point is a real number, so the range need not hold
-zero: keys have channels far from it. kv4 takes a calibrated mean of each channel away from the keys
-before, and adds it after: tokens of a head share the range of 64 or 128 channels, which a channel
-far from zero would widen for all. (Attention without soft-capping does not notice if a kernel
-leaves the addition out: it moves every score of a query alike.) ``s`` is at least max|X| / 2**14,
-beyond which z would leave fp16; a constant group is so kept too. Codes are packed two a byte, the
-even channel in the low nibble.
+(:func:`refit`). This gives an eighth less squared error than the whole range, in the same format.
+Squared errors of a key are weighted per channel by the power of the queries there, if that was
+calibrated: it differs a hundredfold within a head. The zero point is a real number, so the range
+need not hold zero: keys have channels far from it. kv4 subtracts a calibrated mean of each channel
+from the keys before it quantizes them, and adds it when it dequantizes: all 64 or 128 channels of a
+token's head share one range, which a channel far from zero would widen for all. (A kernel may leave
+the addition out unless attention is soft-capped, since it adds one number to all scores of a
+query.) ``s`` is at least max|X| / 2**14, since below that z would leave fp16; this keeps a constant
+group too. Codes are packed two a byte, the even channel in the low nibble.
 
 Legend: B batch, H heads, T tokens, D head dimension.
 """
@@ -35,11 +35,11 @@ from qtool.errors import QtoolError, require_text, suggest
 from qtool.schemes.base import stored_scale
 
 Packed = dict[str, Tensor]
-#: share of the range of values that the 15 steps begin with
+#: share of the range of values that the 15 steps cover before the fit
 RANGE = 0.95
-#: fits of the line through the codes, at most
+#: the most fits of the line through the codes
 ROUNDS = 3
-#: that are summed first, as the kernel does that appends a token (csrc/attention/kv_append.cu)
+#: channels that are summed first, as in the kernel that appends (csrc/attention/kv_append.cu)
 FIRST_CHANNELS = 8
 
 
@@ -48,13 +48,13 @@ class KVQuantizer(ABC):
 
     name: ClassVar[str]
     bits: ClassVar[int]
-    #: its scales are constants of the model, from calibration
+    #: whether its scales are constants of the model, from calibration
     static: ClassVar[bool] = False
     tokens: int = 1
 
     @abstractmethod
     def quantize(self, x: Tensor) -> Packed:
-        """``codes`` (and ``scale``, ``zero`` where they are dynamic) of ``x [B, H, T, D]``.
+        """``codes`` of ``x [B, H, T, D]``, and ``scale`` and ``zero`` if they are dynamic.
 
         Every tensor has the token dimension at 2, so that a cache appends by concatenation there.
         """
@@ -104,10 +104,10 @@ class KV4(KVQuantizer):
     """``codes`` uint8 ``[B, H, T, D/2]``, ``scale`` and ``zero`` fp16 ``[B, H, T, 1]``.
 
     Args:
-        offset: ``[H, D]``, taken from every token before it is quantized and added again after;
-            None: nothing.
-        importance: float32 ``[H, D]``, what a squared error of each channel counts; None: all
-            alike.
+        offset: ``[H, D]``, subtracted from every token before it is quantized and added when it is
+            read; None: no offset.
+        importance: float32 ``[H, D]``, weights of the squared errors of each channel; None: all
+            equal.
     """
 
     name = "kv4"
@@ -130,7 +130,7 @@ class KV4(KVQuantizer):
         ).to(dtype)
 
     def centred(self, x: Tensor) -> Tensor:
-        """``x [B, H, T, D]`` less the offset, float32: what the codes stand for."""
+        """``x [B, H, T, D]`` less the offset, float32, which is what the codes stand for."""
         return x.float() - self._offset(x)
 
     def _offset(self, like: Tensor) -> Tensor | float:
@@ -142,7 +142,7 @@ class KV4Channel(KVQuantizer):
     """``codes`` uint8 ``[B, H, T, D/2]``, ``scale`` and ``zero`` fp16 ``[B, H, T/tokens, D]``.
 
     Args:
-        tokens: tokens a group; a cache keeps the last, incomplete group in 16 bits.
+        tokens: tokens per group; a cache keeps the last, incomplete group in 16 bits.
     """
 
     name = "kv4-channel"
@@ -200,13 +200,13 @@ def refit(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Better codes, scale and zero point of each ``x [..., n]`` float32, or the same.
 
-    With the codes Q, what they leave, ``r = x - (Q - z) s``, and the importance w, weighted least
+    With the codes Q, the residual ``r = x - (Q - z) s`` and the importance w, weighted least
     squares moves the line by
 
         ds = (sum w sum wQr - sum wQ sum wr) / (sum w sum wQ^2 - (sum wQ)^2)
         and at Q = 0 by    (sum wr - ds sum wQ) / sum w
 
-    Codes are rounded on the new line; it is kept where ``sum w r^2`` falls. Sums go by
+    Codes are rounded on the new line; it is kept where ``sum w r^2`` falls. Sums are computed by
     :func:`halving_sum` and every operation is rounded by itself, so that ``qtool::kv_append`` finds
     the same bytes.
     """
@@ -231,7 +231,8 @@ def refit(
 def halving_sum(x: Tensor) -> Tensor:
     """``x [..., D]`` summed over D (kept, size 1), as ``qtool::kv_append`` adds.
 
-    By halves, first of each eight channels, then of the eights; zeros where there are no channels.
+    It adds by halves, first within each eight channels, then the sums of the eights; channels
+    beyond D count as zeros.
     """
     eights = 1 << max(0, -(-x.shape[-1] // FIRST_CHANNELS) - 1).bit_length()
     x = torch.nn.functional.pad(x, (0, eights * FIRST_CHANNELS - x.shape[-1])).unflatten(

@@ -7,7 +7,7 @@ QServe section 3 and appendix C.0.1. Per output channel, with a range that inclu
     s1 = (max - min) / 15    z = clamp(rne(-min / s1), 0, 15)    Q = clamp(rne(W / s1) + z, 0, 15)
     Y = (sum_k Qx * Q - z[n] * sum_k Qx) * sx[m] * s1[n]
 
-The token sum is the exact one, ``sx * sum_k Qx``: Y is then the product of the quantized operands.
+The token sum is exact, ``sx * sum_k Qx``, so Y is the product of the quantized operands.
 QServe replaces it by ``sum_k X`` of the unquantized input (equation 13). The activation's rounding
 error then meets the codes 0..15 instead of the smaller Q - z, and the activation part of Y's error
 is 3.5 times larger (0.031 against 0.0087 of Y for Gaussian data, K = 4096).
@@ -20,7 +20,7 @@ from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 from qtool.schemes.arithmetic.products import int_matmul, scaled
 from qtool.schemes.base import ClipRatio, Grid, Params, Scheme, clip_ratio, require, stored_scale
 
-#: of a step, in steps as they were: a range does not vanish
+#: the least clipped step, in unclipped steps, so that a range does not vanish
 LEAST_WIDTH = 2.0**-4
 
 

@@ -1,21 +1,21 @@
 """w4a8-qoq-g128: QoQ progressive group quantization, 4-bit codes inside an 8-bit channel.
 
-QServe sections 3.1 and 4.2.2. Level 1 per output channel; level 2 per group, with a range that
-includes zero (``lo = min(0, min Q8)``, ``hi = max(0, max Q8)``), else a one-sided group loses its
-zero point:
+QServe sections 3.1 and 4.2.2. Level 1 is per output channel. Level 2 is per group, with a range
+that includes zero (``lo = min(0, min Q8)``, ``hi = max(0, max Q8)``), since a one-sided group would
+lose its zero point otherwise:
 
     s1 = max|W| / 119                            Q8 = clamp(rne(W / s1), -119, 119)
     s2 = clamp(rne((hi - lo) / 15), 1, 16)       z = clamp(rne(-lo / s2), 0, 15)
     Q4 = clamp(rne(Q8 / s2) + z, 0, 15)          Q8' = Q4 * s2 - z * s2
     Y = (sum_k Qx * Q8') * sx[m] * s1[n]
 
-Rounding to nearest is the paper's: it rounds twice, first to Q8. QServe's own tool rounds once,
-``Q4 = clamp(rne(W / (s1 * s2)) + z, 0, 15)``, which is half a percent nearer to normal weights; so
-do GPTQ and distillation, which see the grid ``(Q4 - z) * s2 * s1`` alone.
+Rounding to nearest follows the paper: it rounds twice, first to Q8. QServe's own tool rounds once,
+``Q4 = clamp(rne(W / (s1 * s2)) + z, 0, 15)``, which is half a percent nearer to normal weights.
+GPTQ and distillation round once too, since they see only the grid ``(Q4 - z) * s2 * s1``.
 
 The kernel multiplies and then subtracts, four bytes of a word at once, so ``Q4 * s2`` stays within
-0..255 and Q8' within -128..127. Rounding to nearest from the protective range always does; GPTQ may
-choose any code, so the grid's bounds leave out those beyond.
+0..255 and Q8' within -128..127. Rounding to nearest from the protective range always satisfies
+this; GPTQ may choose any code, so the grid's bounds exclude codes beyond it.
 """
 
 import torch
@@ -72,7 +72,7 @@ class ProgressiveQoQ(Scheme):
         return self._level2(codes, params).to(torch.int8)
 
     def _level2(self, codes: Tensor, params: Params) -> Tensor:
-        """The same in float32, exact: the integers are below 2**24."""
+        """:meth:`level2` in float32, which is exact: the integers are below 2**24."""
         steps = (
             self.groups(codes).to(torch.float32, copy=True).sub_(params["zero"].float()[..., None])
         )

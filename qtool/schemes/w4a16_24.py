@@ -1,9 +1,9 @@
 """w4a16-24: Sparse-MARLIN, the 4-bit weights of MARLIN on a 2:4 sparse matrix.
 
-MARLIN section 4. Of four consecutive inputs of an output channel at most two weights are not zero;
-the zeros hold code 8. ``fit`` and ``quantize`` keep the two largest magnitudes of four, so a weight
-that is already 2:4 sparse (pruned with the Hessian, SparseGPT) passes unchanged: whoever prunes
-better hands in the pruned weight and needs no mask here.
+MARLIN section 4. Of four consecutive weights of an output channel at most two are not zero; the
+zeros have code 8. ``fit`` and ``quantize`` keep the two largest magnitudes of four, so a weight
+that is already 2:4 sparse (pruned with the Hessian, SparseGPT) passes unchanged: a better pruning
+method passes its pruned weight and needs no mask here.
 """
 
 import torch
@@ -21,7 +21,7 @@ class SparseMarlin(Marlin):
     sparsity = (2, 4)
 
     def prune(self, weight: Tensor) -> Tensor:
-        # a product, so that a NaN or Inf among the pruned is not lost but becomes NaN
+        # a product, so that a NaN or Inf among the pruned weights becomes NaN and is not lost
         return weight * keep_largest(weight)
 
     def check(self, codes: Tensor, params: Params) -> None:
@@ -41,7 +41,7 @@ def fours(weight: Tensor) -> Tensor:
 
 
 def keep_largest(weight: Tensor) -> Tensor:
-    """Mask ``[N, K]`` of the 2 largest magnitudes of each 4 inputs; of equals, the earlier wins.
+    """Mask ``[N, K]`` of the 2 largest magnitudes of each 4 inputs; of equal ones the earlier.
 
     Every pair is compared once; the two that win at least two of their three comparisons stay.
     """

@@ -15,7 +15,7 @@ if find_spec("triton"):
     import triton
     import triton.language as tl
 
-    #: 1.5 * 2**23: adding it leaves no fraction bits, rounded half to even
+    #: 1.5 * 2**23: adding it rounds the fraction away, half to even
     MAGIC = tl.constexpr(12582912.0)
 
     @triton.jit

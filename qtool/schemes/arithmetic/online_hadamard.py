@@ -1,9 +1,10 @@
 """The Hadamard rotation of a linear's inputs while the model runs.
 
-``x' = x (I kron H) / 8`` with H the Hadamard matrix of 64 channels (Sylvester's order), and the
-weight's columns alike, once: ``x' W'^T = x W^T``. It spreads a large value over 64 channels where
-no rotation folds into what precedes, as at the inputs of down projections (QuaRot, arXiv
-2404.00456, section 4; SpinQuant's R4, arXiv 2405.16406). H is symmetric, and H / 8 its own inverse.
+``x' = x (I kron H) / 8`` with H the Hadamard matrix of 64 channels (Sylvester's order). The
+weight's columns are rotated in the same way, once: ``x' W'^T = x W^T``. This spreads a large value
+over 64 channels where no rotation can be folded into the preceding operations, as at the inputs of
+down projections (QuaRot, arXiv 2404.00456, section 4; SpinQuant's R4, arXiv 2405.16406). H is
+symmetric, and H / 8 its own inverse.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: channels that are rotated together; what kernels cut K into divides by it
+#: channels that are rotated together; kernels cut K into multiples of it
 SPAN = 64
 SCALE = SPAN**-0.5  # a power of two: exact
 

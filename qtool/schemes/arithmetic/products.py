@@ -1,8 +1,8 @@
 """Integer products and their scaling, rounded as in the CUDA kernels.
 
-A sum of floats depends on its order and a product on when it is rounded, so the references do what
-the kernels' main loop and epilogue do (csrc/hopper/epilogue.cuh, weights_s4.cuh, mma_gemm.cuh), to
-the bit: ``fma`` rounds once.
+A sum of floats depends on its order and a product on when it is rounded. So the references compute
+what the kernels' main loop and epilogue compute (csrc/hopper/epilogue.cuh, weights_s4.cuh,
+mma_gemm.cuh), to the bit; ``fma`` rounds once.
 
     y = fma(float(v) * sx, sw, bias)                    one scale a token and channel
     total = fma(float(v_G) * sx_G, sw_G, total)         for each G in turn: scales by group, 128
@@ -14,7 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-#: of int8 values: each is at most 2**14 and float32 holds every integer up to 2**24
+#: products of int8 values that float32 adds exactly: each is at most 2**14, and float32 holds every
+#: integer up to 2**24
 EXACT_PRODUCTS = 1024
 #: input channels that a kernel's main loop scales at a time, at most
 MAIN_LOOP_CHANNELS = 128
@@ -69,8 +70,8 @@ def group_matmul(
 
     The groups are added in their order.
 
-    ``qx [M, K]`` and ``qw [N, K]`` int8, ``sx [M, G]`` and ``sw [N, G]`` float32; no ``group_size``
-    is one group, scaled at the end. Large groups are scaled after each
+    ``qx [M, K]`` and ``qw [N, K]`` are int8, ``sx [M, G]`` and ``sw [N, G]`` float32. Without a
+    ``group_size`` there is one group, scaled at the end. Large groups are scaled after each
     :data:`MAIN_LOOP_CHANNELS` inputs, whose sums are exact in float32 too.
     """
     if group_size is None:

@@ -1,4 +1,4 @@
-"""Symmetric one-level quantization, as W8A8, W4A16, W4A4 and FMPQ weights share it.
+"""Symmetric one-level quantization, which W8A8, W4A16, W4A4 and FMPQ weights share.
 
 Per group: ``s = max|W| / divisor``, ``Q = clamp(rne(W / s), low, high) + zero``, and the value is
 ``(Q - zero) * s``.
