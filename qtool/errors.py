@@ -21,11 +21,11 @@ class CheckFailed(QtoolError):
 
 
 class NotDownloaded(QtoolError):
-    """A file of weights is missing, or is Git LFS's pointer to it."""
+    """A file of weights is missing, or there is only Git LFS's pointer to it."""
 
 
 class Interrupted(QtoolError):
-    """Something that may pass ended the work; what is written is whole, and it can continue."""
+    """A temporary cause ended the work; the written files are whole, and it can continue."""
 
 
 class NoSpace(Interrupted):
@@ -34,7 +34,7 @@ class NoSpace(Interrupted):
 
 @contextmanager
 def checking(name: str) -> Iterator[None]:
-    """A check that fails meanwhile says that it is of ``name``."""
+    """Put ``name`` into the message of a check that fails while open."""
     try:
         yield
     except CheckFailed as error:
@@ -42,7 +42,7 @@ def checking(name: str) -> Iterator[None]:
 
 
 def suggest(word: object, known: Iterable[str]) -> str:
-    """``did you mean X?`` for those of ``known`` that begin so or the nearest, else all of them."""
+    """``did you mean X?`` for names that begin with ``word``, else the nearest, else all."""
     known, text = sorted(set(known)), str(word)
     begun = [name for name in known if text and name.startswith(text)]
     close = begun or get_close_matches(text, known, n=1)
@@ -55,7 +55,7 @@ def require_known(options: Iterable[str], known: Iterable[str]) -> None:
     """Check that all keywords ``options`` of a function are ``known``.
 
     Raises:
-        QtoolError: naming the first that is not, with a suggestion.
+        QtoolError: naming the first unknown one, with a suggestion.
     """
     known = list(known)
     for name in options:
@@ -97,7 +97,7 @@ def require_path(name: str, value: object) -> Path:
 
 
 def expand_home(path: str | PathLike[str]) -> Path:
-    """``path`` with ``~`` for the home directory; as it is where it names nobody's."""
+    """``path`` with ``~`` replaced by the home directory, unchanged if there is no such user."""
     return Path(os.path.expanduser(path))
 
 
@@ -130,7 +130,7 @@ def require_names(name: str, value: object) -> list[str]:
     A text may hold several with commas between, unless it is the path of a file.
 
     Raises:
-        QtoolError: none of either; naming it.
+        QtoolError: it is neither a name nor a list of names; naming it.
     """
     names = [value] if isinstance(value, str | PathLike) else value
     if not isinstance(names, Iterable):
@@ -146,6 +146,6 @@ def require_names(name: str, value: object) -> list[str]:
 
 
 def in_one_line(error: Exception) -> str:
-    """The first paragraph of what ``error`` says; dots where it is longer than 300 characters."""
+    """The first paragraph of the message of ``error``, cut with dots after 300 characters."""
     text = " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."

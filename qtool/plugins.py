@@ -6,9 +6,9 @@ package adds to them by an entry point in its ``pyproject.toml``::
     [project.entry-points."qtool.plugins"]
     own-scheme = "own_scheme:register"
 
-``own_scheme.register()`` then calls :func:`qtool.register_scheme` and its like. Entry points are
-loaded once, the first time that anything is looked up by name, so that what lists a whole table
-(the formats that take a model, the kernels of a scheme) lists theirs too.
+``own_scheme.register()`` then calls :func:`qtool.register_scheme` and similar functions. Entry
+points are loaded once, when anything is first looked up by name, so that a list of a whole table
+(the formats that take a model, the kernels of a scheme) has their entries too.
 """
 
 from collections.abc import Iterable, MutableMapping
@@ -25,7 +25,7 @@ _called: set[EntryPoint] = set()
 
 
 def load() -> None:
-    """Call all installed entry points of the group ``qtool.plugins``, once a process.
+    """Call all installed entry points of the group ``qtool.plugins``, once per process.
 
     Raises:
         QtoolError: naming the entry point that failed.
@@ -33,7 +33,7 @@ def load() -> None:
     global _loaded
     if _loaded:
         return
-    _loaded = True  # before the first call: what it registers may look names up
+    _loaded = True  # before the first call, which may look names up
     for entry in entry_points(group=GROUP):
         if entry in _called:
             continue
@@ -68,7 +68,7 @@ def find(table: MutableMapping[str, T], name: str, kind: str) -> T:
 
 
 def add(table: MutableMapping[str, T], name: str, entry: T, kind: str) -> None:
-    """Put ``entry`` into ``table``, where what the same lines made before gives way to it.
+    """Put ``entry`` into ``table``; it replaces an entry that the same lines made before.
 
     Raises:
         QtoolError: as :func:`require_free`.
@@ -92,7 +92,8 @@ def require_free(table: MutableMapping[str, T], name: str, entry: T, kind: str) 
 def _same(there: Any, entry: Any) -> bool:
     """Whether two entries were made by the same lines, run twice.
 
-    Those are classes of one module and name, or objects that are equal or hold the same.
+    They were if they are classes of one module and name, or objects that are equal or have equal
+    contents.
     """
     if isinstance(there, type) and isinstance(entry, type):
         return (there.__module__, there.__qualname__) == (entry.__module__, entry.__qualname__)
@@ -102,7 +103,7 @@ def _same(there: Any, entry: Any) -> bool:
 
 
 def require_attributes(given: Any, name: str, attributes: Iterable[str]) -> None:
-    """Refuse ``given``, which users call ``name``, where it lacks one of ``attributes``.
+    """Refuse ``given``, which users call ``name``, if it lacks one of ``attributes``.
 
     Raises:
         QtoolError: naming those that it lacks.

@@ -81,7 +81,7 @@ def register_layout(layout: "Layout") -> None:
 
     Raises:
         QtoolError: it is no layout, lacks an attribute or the tensor ``qweight``, its bits or tile
-            are none, or the name is taken.
+            are invalid, or the name is taken.
     """
     from qtool.format.linear import CODES, forget
     from qtool.layouts import LAYOUTS, Layout
@@ -102,7 +102,7 @@ def register_layout(layout: "Layout") -> None:
 
 
 def register_kernel(scheme: str, layout: str, kernel: "Kernel") -> None:
-    """Let ``kernel`` multiply weights of ``scheme`` in ``layout``, after those that are there.
+    """Let ``kernel`` multiply weights of ``scheme`` in ``layout``, after the existing kernels.
 
     Raises:
         QtoolError: it is no kernel, or there is no such scheme or layout.
@@ -184,7 +184,7 @@ def _require_facts(scheme: "type[Scheme]") -> None:
 
 
 def _require(given: Any, bases: tuple[type, ...], attributes: tuple[str, ...]) -> None:
-    """Refuse what is no class of ``bases``, lacks one of ``attributes``, or is abstract."""
+    """Refuse ``given`` if it is no class of ``bases``, lacks ``attributes``, or is abstract."""
     if not (isinstance(given, type) and issubclass(given, bases)):
         kinds = " or ".join(base.__name__ for base in bases)
         raise QtoolError(f"{given!r} is no subclass of {kinds}")
