@@ -7,7 +7,7 @@ from typing import Any
 from qtool.models.family import Family
 from qtool.models.parts import Fold, LinearGroup
 
-#: what is told below the declaration, or is a function
+#: fields that are told below the declaration, or are functions
 TOLD = frozenset(
     {
         *("unquantized", "outside", "choose", "sizes", "defaults", "derived", "refuses"),
@@ -18,7 +18,7 @@ TOLD = frozenset(
 
 
 def kinds_of_blocks(family: Family, config: Mapping[str, Any]) -> dict[Family, list[int]]:
-    """The families of the blocks, experts as ``*``, and the numbers of each one's blocks."""
+    """The families of the blocks, experts as ``*``, and the numbers of the blocks of each."""
     settings = family.settings(config)
     found: dict[Family, list[int]] = {}
     for block in range(int(settings.num_hidden_layers)):
@@ -82,7 +82,7 @@ def _block(family: Family, numbers: list[int]) -> dict[str, Any]:
 
 
 def left_out(family: Family) -> dict[str, str]:
-    """What a model of the family cannot have, and why."""
+    """The methods that a model of the family cannot have, and why."""
     reasons = dict(family.refuses)
     if family.why_fixed:
         reasons["rotate the residual stream"] = family.why_fixed
@@ -92,7 +92,7 @@ def left_out(family: Family) -> dict[str, str]:
 
 
 def as_text(family: Family, config: Mapping[str, Any]) -> str:
-    """The family as a declaration, with what stays in 16 bits and what is left out, and why."""
+    """The family as a declaration, with linears in 16 bits, methods left out, and the reasons."""
     kinds = kinds_of_blocks(family, config)
     where = "derived from transformers' model" if family.derived else "declared"
     lines = [f"# {family.name}, {where}, at the sizes of this config.json"]

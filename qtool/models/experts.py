@@ -1,10 +1,10 @@
 """Splits stacked experts into linears with checkpoints' names.
 
 transformers stacks the experts of a block into two 3-D parameters. Here they are linears again,
-which can be observed, rounded and replaced one by one, and whose tensors load as they lie on disk.
-What the class of the stack says of itself (transformers' ``use_experts_implementation``) says how
-they lie in it: transposed or not, gate and up one after the other or interleaved, with biases or
-not, with a gate or not.
+which can be observed, rounded and replaced one by one, and whose tensors have the form that they
+have on disk. Attributes of the stack's class (transformers' ``use_experts_implementation``) say how
+the linears lie in it: transposed or not, gate and up one after the other or interleaved, with
+biases or not, with a gate or not.
 """
 
 import copy
@@ -26,7 +26,7 @@ from qtool.models.parts import Experts
 
 @dataclass(frozen=True)
 class Form:
-    """How a class stacks its experts; what it does not say is as in the first versions."""
+    """How a class stacks its experts; the defaults are those of the first versions."""
 
     gate: bool
     bias: bool
@@ -35,7 +35,7 @@ class Form:
 
     @classmethod
     def of(cls, stacked: Any) -> "Form":
-        """What the class of ``stacked`` says of itself, or what was found of it."""
+        """The form that the class of ``stacked`` states, or that was found by running it."""
         if not is_routed(stacked):
             return cls(gate=True, bias=False, transposed=True, interleaved=False)
         return cls(
@@ -47,7 +47,7 @@ class Form:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether ``module`` holds stacked experts in a form that is known here."""
+    """Whether ``module`` holds stacked experts in a form that this module knows."""
     if getattr(module, "has_post_expert_norm", False) or not hasattr(module, "act_fn") | hasattr(
         module, "_apply_gate"
     ):
@@ -70,18 +70,18 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def is_routed(stacked: Any) -> bool:
-    """Whether ``stacked`` is told which experts a token goes to.
+    """Whether ``stacked`` is given the experts that a token goes to.
 
-    Otherwise it gets all tokens for each expert, one expert's after another's (Llama 4), scaled.
+    Otherwise it is given all tokens, scaled, once for each expert, expert after expert (Llama 4).
     """
     return len(inspect.signature(type(stacked).forward).parameters) != 2  # hidden states alone
 
 
 @torch.no_grad()
 def _multiplies_sorted(stacked: Any) -> bool:
-    """Whether a stack that is told no routing computes :func:`gated` MLPs, gate before up.
+    """Whether a stack that is given no routing computes :func:`gated` MLPs, gate before up.
 
-    Found by running it on a few numbers, its sizes exchanged for small ones.
+    It is run on a few numbers, with small sizes in place of its own.
     """
     if (known := _SORTED.get(type(stacked))) is not None:
         return known
@@ -111,7 +111,7 @@ def _multiplies_sorted(stacked: Any) -> bool:
     return same
 
 
-#: what was found of classes of stacks that are told no routing
+#: results of :func:`_multiplies_sorted` by class
 _SORTED: dict[type, bool] = {}
 
 
@@ -154,7 +154,7 @@ def expert_tensors(stacked: Any) -> list[dict[str, Tensor]]:
 
 
 def _by_role(stacked: Any, first: Tensor, part: str) -> dict[str, Tensor]:
-    """Gate and up of ``[E, 2I, ...]``, or up alone."""
+    """The tensors of gate and up in ``first [E, 2I, ...]``, or of up alone."""
     if not Form.of(stacked).gate:
         return {f"up.{part}": first}
     if Form.of(stacked).interleaved:
@@ -190,22 +190,24 @@ class SeparateExperts(nn.ModuleList):
     """Replaces transformers' stacked experts; made of views of their weights.
 
     Tokens are sorted by expert once. On a GPU the linears of one role are then one product
-    (:func:`~qtool.models.grouped.grouped_linear`). On a CPU one expert comes after another, because
-    its tokens stay in the cache; except where inputs are observed, which ends a forward early.
+    (:func:`~qtool.models.grouped.grouped_linear`). On a CPU the experts run one after another,
+    because an expert's tokens stay in the cache, except if inputs are observed, which ends a
+    forward early.
 
     Attributes:
-        observers: by the name of a linear within an expert: gets all experts' inputs ``[P, K]``,
-            sorted by expert and as pre-hooks rotate them, and their counts ``[E]``.
-        more: bool ``[T, E]``, or None: tokens that observers see of an expert beside those that are
+        observers: functions by the name of a linear within an expert. Each is given the inputs
+            ``[P, K]`` of all experts, sorted by expert and rotated by pre-hooks, and their counts
+            ``[E]``.
+        more: bool ``[T, E]`` or None, tokens that observers see for an expert beyond those that are
             routed to it. The output does not depend on them.
-        grouped: computes all packed experts of tokens, their experts and weights at once, or None
-            where it cannot (:mod:`qtool.runtime.experts`).
+        grouped: function of tokens, their experts and weights that computes all packed experts at
+            once, or returns None if it cannot (:mod:`qtool.runtime.experts`).
     """
 
     def __init__(self, stacked: Any, names: Experts) -> None:
         super().__init__(Expert(names, tensors) for tensors in expert_tensors(stacked))
         self.roles = roles(names)
-        self.__dict__["stacked"] = stacked  # its function, not its parameters
+        self.__dict__["stacked"] = stacked  # only its function is used
         self.observers: dict[str, Callable[[Tensor, Sequence[int]], None]] = {}
         self.more: Tensor | None = None
         self.grouped: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
@@ -214,9 +216,9 @@ class SeparateExperts(nn.ModuleList):
         """Sum over the chosen experts, ``[T, H]`` for ``hidden [T, H]``.
 
         Args:
-            routing: which experts, and their weights, ``[T, k]`` each. Without them ``hidden`` is
-                ``[E T, H]``, all tokens for each expert, 0 where one does not go to it, and so is
-                the result.
+            routing: the experts of each token and their weights, ``[T, k]`` each. Without them
+                ``hidden`` is ``[E T, H]``, all tokens for each expert, zeros for tokens that do not
+                go to it, and the result has this form too.
         """
         if not routing:
             out, given = torch.zeros_like(hidden), hidden.any(1)
@@ -236,7 +238,7 @@ class SeparateExperts(nn.ModuleList):
             more = self.more.nonzero().to(index.device)
             token, expert = torch.cat([token, more[:, 0]]), torch.cat([expert, more[:, 1]])
         order = expert.argsort(stable=True)
-        # behind these are experts that do nothing
+        # numbers beyond are experts that do nothing
         counts = torch.bincount(expert, minlength=len(self))[: len(self)].tolist()
         out = torch.zeros_like(hidden)
         for rows, some, first in self.turns(hidden, counts):
@@ -259,7 +261,8 @@ class SeparateExperts(nn.ModuleList):
     ) -> Iterator[tuple[slice, list[int], int]]:
         """Rows of the sorted tokens, counts and first number of experts that are computed at once.
 
-        Not all of them where operations are replaced, which a CPU and a GPU then do alike.
+        All experts are computed at once if inputs are observed, and on a GPU; but while operations
+        are replaced, a GPU computes one by one, as a CPU does.
         """
         if self.observers or (hidden.is_cuda and not is_in_torch_dispatch_mode()):
             yield slice(0, sum(counts)), list(counts), 0
@@ -289,7 +292,7 @@ class SeparateExperts(nn.ModuleList):
 def expert_place(block: nn.Module, name: str) -> tuple[str, int] | None:
     """The name of ``block``'s linear ``name`` with ``*`` for the expert's number, and that number.
 
-    None if it is no linear of separate experts.
+    None if ``name`` is no linear of separate experts.
     """
     found = re.fullmatch(r"(.+)\.(\d+)\.(\w+)", name)
     if found is None or not isinstance(block.get_submodule(found[1]), SeparateExperts):
@@ -312,7 +315,7 @@ def separate_experts(model: nn.Module) -> None:
             continue
         moe.experts = SeparateExperts(moe.experts, names)
         if names.moe != names.attribute:
-            # forward finds it under its old name, the checkpoint under its own
+            # forward uses the old name, the checkpoint its own
             delattr(block, names.attribute)
             block.add_module(names.moe, moe)
             block.__dict__[names.attribute] = moe

@@ -1,7 +1,6 @@
 """The parts of a family: linears that read one input, the attention, the experts, the heads.
 
-Names are module paths within the block. A name may also be a part of a fused linear: some of its
-rows.
+Names are module paths within the block. A name may also stand for some rows of a fused linear.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from qtool.models.cache_argument import CACHE
 
 
 class Fold(Enum):
-    """How a per-channel factor on a group's input may be folded into what produces it."""
+    """How a per-channel factor on a group's input may be folded into the module that makes it."""
 
     #: the input is a norm's output: fold into its weight (and bias)
     NORM = "norm"
@@ -31,16 +30,17 @@ class LinearGroup:
     """Linears of a block that read the same input.
 
     Args:
-        linears: their names within the block.
+        linears: names of the linears within the block.
         source: the module that makes their input: a norm, or the linear whose rows it follows.
         fold: how a factor on the input folds into ``source``.
         writes_residual: the outputs are added to the residual stream (o_proj, down_proj).
-        multiplier: they are multiplied by it first, beside a gate of each token's own.
-        gate: the linear whose rows are in the order of ``source``'s, because the two are
-            multiplied.
-        routed: a router decides which tokens they see (an expert's).
-        ordered: an order of the input folds into ``source`` and ``gate``, as a factor does; not
-            where something else has a part in each channel, as a gate on attention's output.
+        multiplier: number by which the outputs are multiplied before they are added, beside a gate
+            for each token.
+        gate: the linear whose rows are in the order of the rows of ``source``, because the outputs
+            of the two are multiplied.
+        routed: a router decides which tokens the linears see; they belong to an expert.
+        ordered: an order of the input can be folded into ``source`` and ``gate``, as a factor can;
+            False if something else acts on each channel, such as a gate on attention's output.
     """
 
     linears: tuple[str, ...]
@@ -73,7 +73,7 @@ class Attention:
     Args:
         rotary: positions turn queries and keys (RoPE), so that channels i and i + D/2 belong
             together.
-        cache: the block's argument for the KV cache; empty where it takes none.
+        cache: the block's argument for the KV cache; empty if it takes none.
     """
 
     q: str = "self_attn.q_proj"
@@ -88,13 +88,13 @@ class Attention:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a mixture, in names ``*``, and the names of the linears within one.
+    """The experts of a mixture (``*`` in names), and the names of the linears within one.
 
     Args:
         moe: the module that holds router and experts, as checkpoints call it.
-        attribute: what transformers calls it.
+        attribute: transformers' name of that module.
         transposed: transformers' stacks hold inputs before outputs.
-        interleaved: gate and up take turns there.
+        interleaved: rows of gate and up alternate in transformers' stacks.
         stacked: published checkpoints hold the stacks, not each expert.
     """
 
@@ -110,7 +110,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention geometry: query heads, kv heads, channels a head."""
+    """Attention geometry: query heads, kv heads, channels per head."""
 
     query: int
     kv: int
@@ -118,9 +118,9 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any) -> "Heads":
-        """Read it from a transformers config (or anything with the same attributes)."""
+        """The heads of a transformers config (or anything with the same attributes)."""
         query = config.num_attention_heads
-        if getattr(config, "model_type", "") == "opt":  # whatever other sizes its config.json has
+        if getattr(config, "model_type", "") == "opt":  # other sizes in its config.json are unused
             return cls(query, query, config.hidden_size // query)
         kv = (
             getattr(config, "num_key_value_heads", None)
@@ -139,8 +139,8 @@ class Heads:
 class RowsOf:
     """The rows ``rows`` of the tensor ``name`` on disk, in this order; None: all of them.
 
-    Those of a stack of ``matrices`` are counted one matrix after another. Of a ``transposed`` one
-    they are what the file holds as columns.
+    Rows of a stack of ``matrices`` are counted one matrix after another. If it is ``transposed``,
+    the file holds these rows as columns.
     """
 
     name: str
@@ -154,7 +154,7 @@ class RowsOf:
 class SharedHeadCache:
     """A KV cache behind attention that repeats kv heads for query heads (Falcon).
 
-    ``cache`` takes and gives each kv head once.
+    ``cache`` takes and returns each kv head once.
     """
 
     cache: Any
@@ -170,7 +170,7 @@ class SharedHeadCache:
         return keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
 
     def get_seq_length(self) -> int:
-        """Tokens of earlier forwards, which MPT's attention asks for: a block has seen none."""
+        """Tokens of earlier forwards, which MPT's attention asks for: always 0 for a block."""
         return 0
 
 

@@ -2,12 +2,12 @@
 
 No weight is read. :mod:`.build` makes the model without memory, :mod:`.forward` runs it once on
 random activations (:mod:`.numbers`), :mod:`.calls` follows the calls of its modules and
-:mod:`.recorder` the channels. A :class:`.recorded_model.RecordedModel` and its
-:class:`.recorded_block.RecordedBlock` are what was seen. :mod:`.linears`, :mod:`.folds`,
-:mod:`.attention` and :mod:`.stream` prove from it what :mod:`.block_family` states; :mod:`.whole`
-puts the blocks together. What is not proved is left out: :class:`~qtool.models.family.Family` says
-by ``unquantized`` why a linear stays in 16 bits, by ``refuses`` and ``fixed_stream`` why a
-transform is left out.
+:mod:`.recorder` the channels. The record is a :class:`.recorded_model.RecordedModel` with its
+:class:`.recorded_block.RecordedBlock`. From it :mod:`.linears`, :mod:`.folds`, :mod:`.attention`
+and :mod:`.stream` prove the statements of :mod:`.block_family`; :mod:`.whole` puts the blocks
+together. A statement that is not proved is left out: ``unquantized`` of
+:class:`~qtool.models.family.Family` says why a linear stays in 16 bits, ``refuses`` and
+``fixed_stream`` say why a transform is left out.
 """
 
 import json
@@ -58,5 +58,5 @@ def _derived(config: str) -> Family:
 
 
 def _number(found: dict[str, Any]) -> Any:
-    """What transformers writes for an infinite number: ``{"__float__": "Infinity"}``."""
+    """The number that transformers writes as ``{"__float__": "Infinity"}``."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found

@@ -1,4 +1,4 @@
-"""Rules for elementwise operations: they weaken what is known of a channel."""
+"""Rules for elementwise operations: they weaken the facts of a channel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNARY = {
     *("clamp_min", "clamp_max", "sin", "cos", "reciprocal", "expm1", "log1p", "hardtanh", "relu6"),
     *("celu", "selu", "log_sigmoid_forward", "threshold"),
 }
-#: that a positive factor on the input passes through
+#: functions that a positive factor on the input passes through
 POSITIVE = {"relu", "leaky_relu"}
 
 
@@ -59,7 +59,7 @@ def combine(
 def kind_of(
     recorder: Recorder, name: str, fact: Fact, operand: Any, other: Facts, *, divisor: bool
 ) -> Kind:
-    """What is left of ``fact`` once ``operand`` multiplies it or is added to it."""
+    """The kind of ``fact`` after ``operand`` multiplies the value or is added to it."""
     if name in ("mul", "div"):
         if name == "div" and divisor:
             return Kind.ORDERED
@@ -72,7 +72,7 @@ def kind_of(
 
 
 def with_itself(recorder: Recorder, name: str, producer: str, fact: Fact, other: Fact) -> Fact:
-    """Two dependences on one producer: on one channel, or on a pair that RoPE turns."""
+    """Join two facts of one producer: of one channel, or of a pair that RoPE turns."""
     a, b = fact.channels, other.channels
     if a is None or b is None:
         return Fact(None, Kind.MIXED)
@@ -88,7 +88,7 @@ def with_itself(recorder: Recorder, name: str, producer: str, fact: Fact, other:
 
 
 def write(recorder: Recorder, a: Facts, b: Facts, *, out: Tensor) -> None:
-    """Something is added to the residual stream."""
+    """Note that one operand is added to the residual stream, which is the other."""
     stream, other = (dict(a), b) if STREAM in a else (dict(b), a)
     if STREAM in other:
         both = stream[STREAM], other[STREAM]

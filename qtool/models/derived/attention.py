@@ -1,4 +1,4 @@
-"""The attention of a block, where it is proved to be the common one."""
+"""The attention of a block, if it is proved to be the common one."""
 
 import inspect
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from qtool.models.parts import Attention, Fold, LinearGroup
 
 #: names that a block's argument for the KV cache has
 CACHES = (CACHE, "layer_past", "past_key_value")
-#: the names of it where a recurrent layer keeps its state there: until transformers 5.23, and since
+#: its names if a recurrent layer keeps its state there: until transformers 5.23, and since
 STATES = {"cache_params", "cache"}
 #: the methods that put a cache of their own into a block
 LOOK_INTO_CACHE = ("smooth-attention", "value-basis", "kv")
@@ -33,7 +33,7 @@ class BlockAttention:
         self.normed_after_rope = False
 
     def is_output(self, producer: str, fact: Fact) -> bool:
-        """Whether the input is attention's output in the order of heads that config.json says."""
+        """Whether an input is attention's output, with the heads of config.json in their order."""
         heads = self.block.model.heads
         if heads is None or fact.kind < Kind.HEADS or heads.query % heads.kv:
             return False
@@ -48,7 +48,7 @@ class BlockAttention:
         return bool((values.long() == rows[expected]).all())
 
     def heads_of(self, producer: str, fact: Fact) -> dict[str, str] | None:
-        """Names of q, k and v (or of v alone) where ``producer`` makes the values."""
+        """Names of q, k and v (or of v alone) if ``producer`` makes the values."""
         call = self._call_of(producer)
         if call is None:
             return None
@@ -59,7 +59,7 @@ class BlockAttention:
         return self.fused.names_of(roles)
 
     def declared(self, groups: list[LinearGroup]) -> Attention | None:
-        """The attention of the block where it is proved to be the common one."""
+        """The attention of the block if it is proved to be the common one."""
         for group in groups:
             if group.fold is not Fold.HEADS:
                 continue
@@ -101,7 +101,7 @@ class BlockAttention:
     def refused(
         self, attention: Attention | None, offset: float, unquantized: Mapping[str, str]
     ) -> dict[str, str]:
-        """Methods that look into the attention, which this block's does not let them.
+        """Methods that this block's attention does not allow, and why.
 
         ``unquantized``: why linears stay in 16 bits.
         """
@@ -137,7 +137,7 @@ class BlockAttention:
         return "no queries, keys and values of one head size were recognized in its attention"
 
     def _beside_recurrence(self, attention: Attention) -> bool:
-        """Whether the block has a recurrent layer beside its attention, as Falcon-H1's."""
+        """Whether the block has a recurrent layer beside its attention, as in Falcon-H1."""
         block = self.block.model.modules[self.block.prefix[:-1]]
         return any(
             not STATES.isdisjoint(inspect.signature(type(module).forward).parameters)
@@ -146,7 +146,7 @@ class BlockAttention:
         )
 
     def _makes_angles(self) -> bool:
-        """Whether the block is given no angles of RoPE, as Moshi's."""
+        """Whether the block computes the angles of RoPE itself, as in Moshi."""
         block = self.block.model.modules[self.block.prefix[:-1]]
         return any(name.endswith("rotary_emb") for name, _ in block.named_modules())
 
@@ -183,7 +183,7 @@ class BlockAttention:
         return next((name for name in CACHES if name in known), CACHES[0] if others else "")
 
     def _turns_halves(self, pairs: torch.Tensor | None) -> bool:
-        """Whether RoPE turns channels i and i + R / 2 of the R it turns in a head."""
+        """Whether RoPE pairs channels i and i + R / 2 of the R that it turns in a head."""
         heads = self.block.model.heads
         if pairs is None or heads is None:
             return False

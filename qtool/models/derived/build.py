@@ -14,14 +14,14 @@ from qtool.models.conv1d import replace_conv1d
 from qtool.models.family import MOST_BLOCKS, MOST_EXPERTS
 from qtool.models.unsupported import ENCODER_DECODER
 
-#: how many blocks and experts a config may ask for, by transformers' names
+#: the most blocks and experts that a config may ask for, by transformers' names
 MOST = {
     "num_hidden_layers": MOST_BLOCKS,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MOST_EXPERTS),
 }
-#: operations as transformers' own code writes them, which takes every dtype
+#: implementations in plain torch operations, which take every dtype
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-#: numbers of the largest tensor that a model being built gets memory for
+#: elements of the largest tensor that gets memory while a model is built
 LARGEST = 1 << 16
 
 
@@ -44,7 +44,7 @@ def build(config: Mapping[str, Any]) -> Any:
         with init_empty_weights(include_buffers=False), _NoMemory(), no_init_weights():
             model = auto_class(made).from_config(made, **EAGER).eval()
         replace_conv1d(model)
-        model.tie_weights()  # after the weights went to meta, each for itself
+        model.tie_weights()  # moving weights to meta one by one untied them
         return model
     except QtoolError:
         raise
@@ -68,7 +68,7 @@ class _NoMemory(TorchDispatchMode):
 
 
 def _require_counts(config: Any) -> None:
-    """Refuse more blocks or experts than any model has: each is an object, even without numbers."""
+    """Refuse more blocks or experts than any model has: each is an object even on ``meta``."""
     for key, most in MOST.items():
         if isinstance(found := getattr(config, key, None), int) and found > most:
             raise QtoolError(f"config.json: {key} is {found}; at most {most} are expected")

@@ -25,12 +25,12 @@ class Calls:
     """Notes calls of modules while :meth:`watched`; norms and stacked experts are not looked into.
 
     Args:
-        names: of all modules.
+        names: names of all modules.
 
     Attributes:
-        numbers: of the blocks.
+        numbers: numbers of the blocks.
         last: the root of the last block's output; None before the first.
-        norm_inputs: of the norms that run.
+        norm_inputs: inputs of the norms that are running.
         muted: of the blocks that run.
         given_more: the kinds of which a block was recorded that was given more.
     """
@@ -51,7 +51,7 @@ class Calls:
         """Watch the calls while open."""
         handles = []
         for module, name in self.names.items():
-            acts_linear(module)  # cached: it is found with numbers, which there are none of below
+            acts_linear(module)  # caches the result, which needs numbers; below there are none
             handles += [
                 module.register_forward_pre_hook(self._enter, with_kwargs=True),
                 module.register_forward_hook(self._leave, with_kwargs=True),

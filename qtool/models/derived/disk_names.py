@@ -1,4 +1,4 @@
-"""What a recorded model's tensors are called in published checkpoints, in all its blocks."""
+"""The names in published checkpoints of a recorded model's tensors, in all its blocks."""
 
 import re
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ class DiskNames:
     """The names on disk of the tensors of all blocks.
 
     Attributes:
-        names: names on disk by names in the model, where they differ.
-        rows: of tensors that loaders make of rows of others, those rows.
+        names: names on disk by names in the model, if they differ.
+        rows: for tensors that loaders make of rows of other tensors, those rows.
     """
 
     def __init__(self, model: RecordedModel) -> None:
@@ -34,9 +34,9 @@ class DiskNames:
                     self.rows[own] = (*before, replace(part, name=disk))
 
     def with_mixture(self, family: Family, block: int) -> Family:
-        """``family`` of block ``block`` with its mixture called as on disk.
+        """``family`` of block ``block`` with its mixture under the name that it has on disk.
 
-        Only where nothing but the prefix is another; :attr:`names` then lacks it.
+        It is renamed only if nothing but the prefix differs; :attr:`names` then lacks it.
         """
         if family.experts is None:
             return family
@@ -61,7 +61,7 @@ class DiskNames:
         return _renamed(family, own, disk)
 
     def _in_all_blocks(self, own: str, disk: str) -> Iterator[tuple[str, str]]:
-        """A name and that on disk, in all blocks like the one they are of."""
+        """A name and the name on disk, for all blocks like the one that they belong to."""
         prefix = f"{self.recorded.blocks}."
         if not own.startswith(prefix):
             yield own, disk

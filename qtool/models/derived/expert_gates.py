@@ -11,7 +11,7 @@ from qtool.models.experts import Form, gated
 
 
 def gate_facts(stacked: Any) -> tuple[Kind | None, Kind | None]:
-    """How the input of down depends on up, and on gate if there is one; None: on no one channel."""
+    """How the input of down depends on up, and on gate if any; None: on no single channel."""
     size, recorder = 8, Recorder(nn.Module())
     up, gate = (torch.empty(2, size, device="meta") for _ in range(2))
     recorder.produce("up", up)

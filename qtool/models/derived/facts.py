@@ -1,4 +1,4 @@
-"""What is known of one tensor of a forward: whose channels its elements depend on, and how.
+"""Facts of one tensor of a forward: the channels that its elements depend on, and how.
 
 Legend: C channels.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 #: the producer of the residual stream, and of the scores of attention
 STREAM, SCORES = "residual stream", "scores of attention"
-#: what comes before the first row in the name of a part of a fused linear
+#: stands before the number of the first row in the name of a part of a fused linear
 PART = "#"
 
 
@@ -32,8 +32,9 @@ class Fact(NamedTuple):
 
     Attributes:
         channels: the producer's channel of each element (-1: none), an int tensor.
-        factor: what all of them were multiplied by, of the residual stream since it was last
-            normed or written to; a number that is not known counts as 1, a gate for each token too.
+        factor: number that all elements were multiplied by; for the residual stream, since it was
+            last normed or written to. An unknown number counts as 1, and so does a gate for each
+            token.
     """
 
     channels: Tensor | None
@@ -45,7 +46,7 @@ Facts = dict[str, Fact]
 
 
 def is_stream(facts: Facts) -> bool:
-    """Whether they are those of the residual stream itself."""
+    """Whether these are the facts of the residual stream itself."""
     return facts.keys() == {STREAM} and facts[STREAM].kind == Kind.LINEAR
 
 
@@ -78,5 +79,5 @@ def in_order_of_rows(fact: Fact) -> bool:
 
 
 def channelwise(facts: Facts) -> list[str]:
-    """The producers of which the channels are known."""
+    """The producers whose channels are known."""
     return [p for p, f in facts.items() if f.channels is not None]

@@ -1,4 +1,4 @@
-"""What a factor on the input of a group of linears may be folded into."""
+"""The modules into which a factor on the input of a group of linears may be folded."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ class Folds:
         self.block, self.fused, self.attention = block, fused, attention
 
     def of(self, linears: tuple[str, ...], read: Read) -> LinearGroup:
-        """The group of ``linears`` with what its input is proved to be."""
+        """The group of ``linears`` with the fold that is proved for its input."""
         if "*" in linears[0] and (inner := self.block.expert_names(read.weight)).down in linears:
             fold = self.block.model.expert_fold(read.weight)
             source, gate = (inner.up, inner.gate) if fold is not Fold.NONE else ("", None)
@@ -56,7 +56,7 @@ class Folds:
         return self._product(none, facts, direct, others)
 
     def _writing(self, group: LinearGroup, weights: Sequence[str]) -> LinearGroup:
-        """``group``, of ``weights``, with what is known of its writing to the residual stream."""
+        """``group`` of ``weights`` with the facts of its addition to the residual stream."""
         for weight in weights:
             if weight in self.block.written:
                 return replace(group, writes_residual=True, multiplier=self.block.written[weight])
@@ -65,13 +65,13 @@ class Folds:
     def _product(
         self, none: LinearGroup, facts: Facts, direct: list[str], others: list[str]
     ) -> LinearGroup:
-        """``act(gate) * up``, or a function of one linear alone."""
+        """The group if its input is ``act(gate) * up``, or a function of one linear alone."""
         if len(direct) > 1 or len(others) > 2 or len(facts) > 2:
             return none
         if direct and facts[direct[0]].kind < Kind.SCALED:
             return none
         up, gate = ([*direct, *others, ""])[:2]
-        if not direct and gate:  # both in some function: an order passes, in both alike
+        if not direct and gate:  # both in some function: the same order passes in both
             up, gate = gate, up
         names = self.fused.names_of(
             {"up_proj": (up, facts[up])} | ({"gate_proj": (gate, facts[gate])} if gate else {})

@@ -91,9 +91,10 @@ def _recorded(model: Any, text: str) -> Recorded:
 
 @contextmanager
 def _short_chunks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Scans pad their tokens to few more than there are while open, and not to hundreds.
+    """While open, scans pad their tokens to a few more, not to hundreds.
 
-    A Mamba-2 scan multiplies matrices of a chunk's tokens squared, by heads and states.
+    A Mamba-2 scan multiplies matrices whose size is the square of a chunk's tokens, for each head
+    and state.
     """
     kept = [(m, m.chunk_size) for m in modules if type(getattr(m, "chunk_size", None)) is int]
     for module, _ in kept:
@@ -107,9 +108,10 @@ def _short_chunks(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _weights_watched(recorder: Recorder, names: Mapping[nn.Module, str]) -> Iterator[None]:
-    """Note linears whose weight is asked for outside their own forward while open.
+    """While open, note linears whose weight is read outside their own forward.
 
-    They are noted also where only its dtype is of interest: a packed linear has no weight.
+    They are noted even if only the dtype of the weight is read, since a packed linear has no
+    weight.
     """
 
     def found(module: nn.Module, attribute: str) -> Any:
@@ -125,7 +127,7 @@ def _weights_watched(recorder: Recorder, names: Mapping[nn.Module, str]) -> Iter
 
 
 def _uses(trace: Trace, argument: str) -> bool:
-    """Whether anything was made of what blocks handed on for ``argument``."""
+    """Whether any value depends on what blocks handed on for ``argument``."""
     producer = PASSED + argument
     used = [read.facts for read in (*trace.reads, *trace.experts.values())]
     used += [call.facts for call in trace.norms] + [facts for _, facts in trace.writers]
@@ -157,8 +159,8 @@ def _takes_first(found: Recorded) -> bool:
 def _blocks(model: Any, names: Mapping[nn.Module, str]) -> str:
     """The name of the module list of the decoder's blocks.
 
-    It is the one nearest to the embedding of tokens among modules; of several the one with the most
-    parameters.
+    It is the list nearest to the embedding of tokens in the tree of modules; if there are several,
+    the list with the most parameters.
     """
     config = model.config.get_text_config(decoder=True)
     if not hasattr(config, "num_hidden_layers"):

@@ -1,4 +1,4 @@
-"""Linears that are several in one: which of their rows are queries, keys, gates, ..."""
+"""Fused linears: which of their rows are queries, keys, gates, ..."""
 
 from collections.abc import Mapping
 
@@ -9,11 +9,11 @@ from qtool.models.derived.recorded_block import RecordedBlock
 
 
 class FusedLinears:
-    """Fused linears of a block that a fold or its attention needs the parts of.
+    """The fused linears of a block whose parts a fold or the attention needs.
 
     Attributes:
-        parts: of each linear, by its name, the parts and their rows in words.
-        by_head: rows go by kv head.
+        parts: for each linear, by its name, the parts and their rows in words.
+        by_head: whether rows are ordered by kv head.
     """
 
     def __init__(self, block: RecordedBlock) -> None:
@@ -22,9 +22,10 @@ class FusedLinears:
         self.by_head = False
 
     def names_of(self, roles: Mapping[str, tuple[str, Fact]]) -> dict[str, str] | None:
-        """Names by role of linears or, where one is fused, of its parts; None if they are neither.
+        """Names by role of linears or of parts of a fused one; None if they are neither.
 
-        ``roles`` maps each role to a producer and the fact that says which of its rows play it.
+        ``roles`` maps each role to a producer and the fact that says which of its rows have the
+        role.
         """
         names: dict[str, str] = {}
         owners: dict[str, dict[str, torch.Tensor]] = {}
@@ -51,7 +52,7 @@ class FusedLinears:
         return names
 
     def _goes_by_head(self, parts: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the rows of a fused linear go by kv head, with each part's share of it."""
+        """Whether a fused linear's rows are ordered by kv head, with each part's share in it."""
         heads = self.block.model.heads
         if heads is None or any(len(rows) % heads.kv for rows in parts.values()):
             return False

@@ -1,4 +1,4 @@
-"""Which linears of a block are quantized, in groups that read one input; why others are not."""
+"""The linears of a block to quantize, in groups that read one input; why others are not."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from qtool.models.derived.facts import STREAM
 from qtool.models.derived.recorded_block import RecordedBlock
 from qtool.models.derived.trace import Read
 
-#: rows under which no kernel has a tile
+#: linears with fewer rows fit no kernel's tile
 NARROWEST = 64
-#: what a hidden size is divided by for the rows of a linear that is too small to matter
+#: a linear with fewer rows than the hidden size divided by this is too small to matter
 SMALL_SHARE = 16
 
 
@@ -19,7 +19,7 @@ def groups_of(
 ) -> list[tuple[tuple[str, ...], Read]]:
     """Names of linears that read one input, and one of their reads, in order.
 
-    Those that stay in 16 bits go into ``unquantized``, with the reason.
+    Linears that stay in 16 bits are added to ``unquantized``, with the reason.
     """
     found: dict[Any, list[Read]] = {}
     for read in [*block.reads, *block.experts.values()]:
@@ -49,7 +49,7 @@ def groups_of(
 
 
 def why_unquantized(block: RecordedBlock, read: Read) -> str:
-    """Why the linear of ``read`` stays in 16 bits; empty where it need not."""
+    """Why the linear of ``read`` stays in 16 bits; empty if it is quantized."""
     linear = block.linear(read.weight)
     routed = {r.root for r in block.experts.values()}
     rows = block.model.state[read.weight][0]
@@ -74,7 +74,7 @@ def why_unquantized(block: RecordedBlock, read: Read) -> str:
 
 
 def _absorbed(block: RecordedBlock, read: Read) -> bool:
-    """Whether it makes keys and values of a normed latent (MLA)."""
+    """Whether the linear makes keys and values of a normed latent (MLA)."""
     latents = {n.name for n in block.norms if STREAM not in n.facts}
     of_latent = any(p in latents for p in read.facts)
     return of_latent and any(

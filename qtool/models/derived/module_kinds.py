@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` is a norm: so called, with at most a weight and a bias of its own."""
+    """Whether ``module`` is a norm: by its name, and with at most a weight and a bias."""
     if "norm" not in type(module).__name__.lower() or list(module.children()):
         return False
     return all(p.dim() == 1 and n in ("weight", "bias") for n, p in module.named_parameters())

@@ -56,7 +56,7 @@ def move(
 def join(
     recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
 ) -> None:
-    """``cat`` and ``stack``: elements that are another operand's have channel -1."""
+    """``cat`` and ``stack``: in an operand's facts, elements of other operands have channel -1."""
     parts: list[Tensor] = args[0]
     producers = dict.fromkeys(p for part in parts for p in recorder.of(part))
     joined: Facts = {}

@@ -1,4 +1,4 @@
-"""What a norm does with its weight, found by running it on a few random numbers."""
+"""How a norm uses its weight, found by running it on a few random numbers."""
 
 import copy
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class NormForm:
 
 @torch.no_grad()
 def form_of(norm: nn.Module) -> NormForm | None:
-    """The form of ``norm`` (on any device, its values do not matter); None for another function."""
+    """The form of ``norm``, on any device and with any values; None for another function."""
     if "weight" not in dict(norm.named_parameters()):
         return None
     try:

@@ -1,9 +1,9 @@
-"""A forward of a model whose weights have no numbers, on activations that have some.
+"""A forward of a model whose weights are on ``meta``, on activations that have numbers.
 
-Weights are on ``meta``, and so is what is made of weights alone. Where a weight meets an
-activation, the result is random: only its shape and dtype are those of the model. All else is
-computed, so that a forward may look at numbers (sort tokens by expert, split by a count, index by
-what it found), as one without any could not.
+A tensor that is made of weights alone is on ``meta`` too. If an operation combines a weight and an
+activation, its result is random: only shape and dtype are those of the model. All other operations
+are computed, so that a forward may look at numbers (sort tokens by expert, split by a count, index
+by a result), which it could not do on ``meta``.
 """
 
 from typing import Any
@@ -46,14 +46,14 @@ class RandomNumbers(OffMeta):
         return tree_map_only(Tensor, self._like, out)
 
     def _like(self, tensor: Tensor) -> Tensor:
-        """Random numbers in the form of ``tensor``; whole ones are 0."""
+        """Random numbers in the shape and dtype of ``tensor``; zeros for integers."""
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         return torch.randn(tensor.shape, generator=self.generator).to(tensor.dtype)
 
 
 class AttentionAsProducts(TorchFunctionMode):
-    """While open, attention whose queries are weights is two products: torch's own takes none."""
+    """While open, attention with weights as queries is two products; torch's own fails there."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,7 +1,7 @@
-"""Names that published checkpoints have for what transformers' model calls otherwise.
+"""Names in published checkpoints that differ from those in transformers' model.
 
-transformers' own list of conversions says so; what it computes in another way than by moving rows
-is refused.
+They come from transformers' own list of conversions; a conversion that does more than move rows is
+refused.
 """
 
 import re
@@ -16,20 +16,20 @@ from qtool.errors import QtoolError
 from qtool.models.experts import Form, is_experts
 from qtool.models.parts import RowsOf
 
-#: names of an expert's linears where a checkpoint stacks them
+#: names of an expert's linears if a checkpoint stacks them
 LEAVES = "gate_proj", "up_proj", "down_proj"
-#: columns of a matrix whose rows are followed
+#: columns of the matrices by which rows are followed
 COLUMNS = 2
 #: dimensions of a stack of matrices
 STACK = 3
-#: a weight of the first of experts that are stored one by one
+#: a weight of the first expert, if experts are stored one by one
 FIRST = re.compile(r"(.+)\.0\.\w+\.weight")
 
 
 def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str, bool]]:
     """Names of gate, up and down of each stack of experts, as checkpoints have them.
 
-    Behind the names stands whether checkpoints have the stack itself. transformers' own list of
+    After the names comes whether checkpoints have the stack itself. transformers' own list of
     conversions says from which names a stack is made.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -63,10 +63,10 @@ def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str, bool]]:
 def disk_names(
     model: Any, numbers: set[int], blocks: str
 ) -> tuple[dict[str, str], dict[str, tuple[RowsOf, ...]]]:
-    """Names on disk of tensors and stacks of experts that are called otherwise in ``model``.
+    """Names on disk of tensors and stacks of experts that have other names in ``model``.
 
-    Beside them are the rows on disk of tensors that are made of rows of others. Only the blocks
-    ``numbers`` are looked at.
+    The second result are the rows on disk of tensors that are made of rows of other tensors. Only
+    the blocks ``numbers`` are looked at.
 
     Raises:
         QtoolError: a tensor is made of others in another way.
@@ -124,7 +124,7 @@ def _require_one_count(module: str, counts: Mapping[str, int]) -> None:
 def _name_of_experts(model: Any, stacks: Mapping[str, Tensor]) -> str:
     """The name on disk of the module whose experts lie one by one there and in ``stacks`` here.
 
-    Empty where they do not, or where transformers makes them of more than these stacks.
+    It is empty if they do not, or if transformers makes more than these stacks of them.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -137,10 +137,9 @@ def _name_of_experts(model: Any, stacks: Mapping[str, Tensor]) -> str:
 
 
 def loading(model: Any) -> Callable[[str], tuple[str, str | None]]:
-    """By the name of a tensor on disk: its name in ``model``, and the conversion that takes it.
+    """A function of a tensor's name on disk: its name in ``model``, and the conversion for it.
 
-    That is a pattern of transformers' list of conversions; None for a tensor that is loaded as it
-    is.
+    The conversion is a pattern of transformers' list, or None for a tensor that is loaded as it is.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -163,7 +162,7 @@ def _require_loaded(model: Any, found: Mapping[str, str]) -> None:
     """Refuse a model that transformers saves under names that it does not load again.
 
     Args:
-        found: names on disk, by those in the model.
+        found: names on disk, by names in the model.
     """
     loaded = loading(model)
     for own, disk in found.items():
@@ -177,10 +176,10 @@ def _require_loaded(model: Any, found: Mapping[str, str]) -> None:
 def _rows(
     model: Any, state: Mapping[str, Tensor], made: Sequence[str]
 ) -> dict[str, tuple[RowsOf, ...]]:
-    """Which rows of which tensors on disk those of ``made`` are.
+    """For each tensor of ``made``, the rows of tensors on disk that it is made of.
 
-    transformers writes tensors as they lie on disk by its conversions backwards. Here the tensors
-    hold numbers of their own rows and columns, which tell where each row goes.
+    transformers writes a checkpoint by its conversions in reverse. Here the tensors hold the
+    numbers of their own rows and columns, which tell where each row goes.
 
     Raises:
         QtoolError: a tensor on disk holds anything but whole rows, each once.
@@ -227,7 +226,7 @@ def _rows(
 
 
 def _whole_rows(tensor: Tensor) -> Tensor | None:
-    """The numbers of the rows that ``tensor`` holds; None if it holds anything but whole ones."""
+    """The numbers of the rows that ``tensor`` holds; None if it does not hold whole rows."""
     table = tensor.reshape(prod(_leading(tensor.shape)), -1)
     rows = table[:, :1] // COLUMNS
     whole = torch.equal(table, rows * COLUMNS + torch.arange(table.shape[1]))

@@ -1,7 +1,7 @@
-"""What blocks hand on beside the hidden states, as one forward of the model shows it.
+"""Values that blocks hand on beside the hidden states, as one forward of the model shows.
 
-It is followed where a block is given the very tensors that the one before returned behind its
-hidden states, or the mapping of tuples that blocks write to, and the first block nothing there.
+They are followed if a block is given the very tensors that the block before returned after its
+hidden states, or the mapping of tuples that blocks write to, and the first block is given neither.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,16 @@ from torch import Tensor
 from qtool.models.derived.facts import STREAM, Facts
 from qtool.models.derived.recorder import Recorder, tensors_in
 
-#: the producer of what blocks hand on, before the argument that takes it
+#: prefix of the producer of handed-on values, before the argument that takes them
 PASSED = "earlier blocks: "
 
 
 class Passing:
-    """Follows what blocks of the module list ``blocks`` hand on.
+    """Follows the values that blocks of the module list ``blocks`` hand on.
 
     Attributes:
-        places: arguments that take it, as :attr:`~qtool.models.family.Family.passes` has them.
-        handed: what a block was given for such an argument, the most of it.
+        places: arguments that take them, in the form of :attr:`~qtool.models.family.Family.passes`.
+        handed: for each such argument, the largest value that a block was given.
         impure: why arguments depend on earlier blocks in another way, if some do.
     """
 
@@ -31,7 +31,7 @@ class Passing:
         self.handed: dict[str, list[Tensor]] = {}
         self.impure = ""
         self._start: set[str] | None = None  # arguments of the first block that hold tensors
-        self._arguments: Mapping[str, Any] = {}  # of the block that runs
+        self._arguments: Mapping[str, Any] = {}  # of the running block
         self._before: list[Tensor] = []  # the tensors in them when it began
         self._returned: tuple[Any, ...] = ()
         self._left: dict[str, list[int]] = {}  # the tensors in mappings after a block
@@ -80,7 +80,7 @@ class Passing:
             self.recorder.produce(PASSED, tensor)
 
     def _of_blocks(self, tensor: Tensor) -> bool:
-        """Whether a block made it."""
+        """Whether a block made ``tensor``."""
         return any(producer.startswith(self.own) for producer in self.recorder.of(tensor))
 
 
@@ -89,5 +89,5 @@ def _numbers(tensors: Sequence[Tensor]) -> int:
 
 
 def _is_mapping(value: Any) -> bool:
-    """Whether it holds tensors as transformers' ``KVSharingDict`` does."""
+    """Whether ``value`` holds tensors as transformers' ``KVSharingDict`` does."""
     return isinstance(value, Mapping) and all(isinstance(v, tuple) for v in value.values())

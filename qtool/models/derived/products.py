@@ -37,7 +37,7 @@ def multiply(recorder: Recorder, name: str, args: tuple[Any, ...], out: Tensor) 
 
 
 def weigh(recorder: Recorder, q: Facts, k: Facts, values: Tensor, out: Tensor) -> None:
-    """``values [..., S, C]`` are summed over tokens, with coefficients of each head's own."""
+    """``values [..., S, C]`` are summed over tokens, with different coefficients for each head."""
     recorder.trace.attentions.append(AttentionCall(q, k, recorder.of(values)))
     weighed: Facts = {}
     for producer, fact in recorder.of(values).items():

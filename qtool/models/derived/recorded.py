@@ -1,4 +1,4 @@
-"""What one forward of transformers' model of a config did."""
+"""The record of one forward of transformers' model of a config."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,23 +16,24 @@ SHAPE = 1, 4
 
 @dataclass
 class Recorded:
-    """A model on ``meta`` and what one forward of it did.
+    """A model on ``meta`` and the record of one forward.
 
     Attributes:
         text: the name of the module that was run, :attr:`~qtool.models.family.Family.text`.
         blocks: the module list of its blocks.
         embedding: the name of the embedding's module.
         head: the name of the head's module.
-        start: facts of what enters the first block.
-        outputs: how long a tuple the blocks return; 0 for a bare tensor.
-        passes: what else blocks use of those before, as :attr:`~qtool.models.family.Family.passes`.
-        handed: the most of it that a block was given.
-        width: numbers a token of the hidden states.
+        start: facts of the values that enter the first block.
+        outputs: length of the tuple that blocks return; 0 for a bare tensor.
+        passes: other values that blocks use of earlier blocks, as in
+            :attr:`~qtool.models.family.Family.passes`.
+        handed: for each of ``passes``, the largest value that a block was given.
+        width: numbers per token of the hidden states.
         impure: why a block's arguments depend on earlier blocks, if they do.
-        like: for each block the first one of the same modules and settings, which alone is
+        like: for each block the first one with the same modules and settings; only this is
             recorded.
-        reads_ids: more than the embedding reads the token ids.
-        active_experts: how many experts a token goes to; 0 where there are none.
+        reads_ids: whether another module than the embedding reads the token ids.
+        active_experts: number of experts that a token goes to; 0 if there are none.
     """
 
     model: Any

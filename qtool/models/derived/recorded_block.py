@@ -1,6 +1,6 @@
 """One block of a recorded model: what it read, normed, attended to and wrote.
 
-Names are full where the trace has them, and short, within the block, where a family has them.
+Names in the trace are full; names in a family are short, within the block.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from qtool.models.derived.trace import NormCall, Read
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names within a block of the linears of an expert; no ``gate`` where there is none."""
+    """Names within a block of the linears of an expert, which may have no ``gate``."""
 
     gate: str | None
     up: str
@@ -34,7 +34,7 @@ class RecordedBlock:
     prefix: str
 
     def signature(self) -> Any:
-        """What equal blocks share."""
+        """A value that is the same for equal blocks."""
         names = tuple(
             (name.removeprefix(self.prefix), shape)
             for name, shape in self.model.state.items()
@@ -77,22 +77,22 @@ class RecordedBlock:
         return module if module is not None and acts_linear(module) else None  # type: ignore[return-value]
 
     def form(self, norm: str) -> NormForm | None:
-        """How its norm ``norm`` uses its weight, None where that cannot be told."""
+        """How the block's norm ``norm`` uses its weight, None if that cannot be told."""
         full = norm if norm.startswith(self.prefix) else self.prefix + norm
         return self.model.form(full)
 
     @cached_property
     def attended(self) -> set[str]:
-        """What queries, keys and values of the block depend on."""
+        """The producers that queries, keys and values of the block depend on."""
         calls = self.model.trace.attentions
         sides = (side for call in calls for side in (call.q, call.k, call.v))
         return {p for side in sides for p in side if p.startswith(self.prefix)}
 
     @cached_property
     def written(self) -> dict[str, float]:
-        """What is written to the residual stream in this block, directly or through a norm.
+        """The producers that this block adds to the residual stream, directly or through a norm.
 
-        The number is what it is multiplied by.
+        The number is the factor of each.
         """
         found: dict[str, float] = {}
         for _, facts in self.model.trace.writers:
@@ -107,7 +107,7 @@ class RecordedBlock:
 
     @cached_property
     def used_unread(self) -> list[Facts]:
-        """Facts of what norms norm, and of what is added to the residual stream."""
+        """Facts of the inputs of norms, and of values that are added to the residual stream."""
         used = [call.facts for call in self.norms] + [f for _, f in self.model.trace.writers]
         return [{p: f for p, f in facts.items() if f.channels is not None} for facts in used]
 

@@ -1,4 +1,4 @@
-"""A recorded model: its modules, shapes and sizes, and what holds of all its blocks."""
+"""A recorded model: its modules, shapes and sizes, and properties of all its blocks."""
 
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ from qtool.models.derived.recorded import SHAPE, Recorded
 from qtool.models.experts import is_experts
 from qtool.models.parts import Fold, Heads
 
-#: sizes that a config has under names of its own, by transformers' common ones
+#: transformers' common names of sizes that a config may have under other names
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "intermediate_size", "max_position_embeddings"),
@@ -53,11 +53,11 @@ class RecordedModel:
         return None
 
     def is_hidden(self, tensor: str) -> bool:
-        """Whether there is such a tensor, a number for each hidden channel."""
+        """Whether the model has ``tensor``, with one number for each hidden channel."""
         return self.state.get(tensor) == (self.hidden,)
 
     def why_fixed(self) -> str:
-        """Why the residual stream cannot be rotated, by what is before and after the blocks."""
+        """Why modules before and after the blocks keep the residual stream from being rotated."""
         tables = {f"{self.recorded.embedding}.weight"}
         if positions := self.positions:
             tables.add(f"{positions}.weight")
@@ -85,7 +85,7 @@ class RecordedModel:
 
     @cached_property
     def positions(self) -> str | None:
-        """The table of learned positions, where it alone is added to the embedding."""
+        """The table of learned positions, if only it is added to the embedding."""
         start, embedding = self.recorded.start, f"{self.recorded.embedding}.weight"
         others = [p for p in start if p != embedding]
         if embedding in start and len(others) == 1 and start[others[0]].kind == Kind.SUM:
@@ -126,9 +126,9 @@ class RecordedModel:
 
     @property
     def beside_hidden(self) -> int:
-        """Numbers a token that enter a block beside as many as the embedding has.
+        """Numbers per token that enter a block beyond as many as the embedding has.
 
-        Whole ones count as several of 16 bits.
+        An integer counts as several numbers of 16 bits.
         """
         others = [t for t in self.recorded.handed if not _of_all_tokens(t)]
         numbers = sum(t.numel() if t.is_floating_point() else t.nbytes // 2 for t in others)
@@ -149,7 +149,7 @@ class RecordedModel:
         return Fold.ACTIVATION if up == Kind.ORDERED else Fold.NONE
 
     def form(self, norm: str) -> NormForm | None:
-        """How norm ``norm`` uses its weight, None where that cannot be told."""
+        """How the norm ``norm`` uses its weight, None if that cannot be told."""
         module = self.modules[norm]
         key = type(module), tuple(p.shape for p in module.parameters())
         if key not in self.forms:
@@ -158,7 +158,7 @@ class RecordedModel:
 
 
 def _of_all_tokens(indices: Tensor) -> bool:
-    """Whether an indexer chose for each token as many as there are."""
+    """Whether an indexer chose, for each token, as many tokens as there are."""
     return not indices.is_floating_point() and indices.shape[1:] == (SHAPE[1], SHAPE[1])
 
 
@@ -167,7 +167,7 @@ def _constant(size: int, config: Any) -> int:
 
 
 def setting(config: Any, key: str) -> Any:
-    """A setting that all blocks share, None where they do not."""
+    """A setting that all blocks share, None if they do not."""
     try:
         return getattr(config, key, None)
     except Exception:  # transformers' own error for a setting that differs by block
@@ -175,7 +175,7 @@ def setting(config: Any, key: str) -> Any:
 
 
 def _heads(config: Any) -> Heads | None:
-    """The heads of all blocks, None where they differ or there are none."""
+    """The heads of all blocks, None if they differ or there are none."""
     try:
         return Heads.of(config)
     except Exception:  # transformers' own error again

@@ -4,8 +4,9 @@ Each tensor of the forward has *facts*: which linear, norm or embedding its valu
 (the producer), which output channel of it each element depends on, and how (:class:`Kind`).
 Operations that move numbers (view, transpose, slice, cat, ...) are replayed on the channel numbers;
 elementwise ones weaken the kind; all others end a fact, which is then an *escape* of its producer.
-So a statement such as "down's input is ``act(gate) * up`` in up's order" is proved by what the
-forward did, whatever the modules are called. What no rule covers proves nothing.
+So a statement such as "down's input is ``act(gate) * up`` in up's order" is proved by the
+operations of the forward, whatever the modules are called. An operation that no rule covers proves
+nothing.
 
 Legend: B sequences, S tokens, C channels.
 """
@@ -38,14 +39,14 @@ class Recorder(TorchDispatchMode):
         self.trace = Trace()
         self.facts: dict[int, Facts] = {}
         self.roots: dict[int, int] = {}
-        #: the parameter that a tensor is, and whether it is transposed
+        #: by tensor, the parameter that it is, and whether it is transposed
         self.weights: dict[int, tuple[str, bool]] = {
             id(p): (name, False) for name, p in model.named_parameters(remove_duplicate=False)
         }
         self.modules = [""]
         self.muted = 0
         self._alive: list[Any] = []
-        #: facts of queries and keys whose product was not yet multiplied by values
+        #: facts of queries and keys whose product has not been multiplied by values
         self.scores: list[tuple[Facts, Facts]] = []
 
     def of(self, tensor: Tensor) -> Facts:
@@ -146,7 +147,7 @@ class Recorder(TorchDispatchMode):
         self.roots[id(out)] = root
 
     def mix(self, name: str, tensors: list[Tensor], out: Any) -> None:
-        """No rule: the result depends on all producers, on no channel of theirs."""
+        """No rule applies: the result depends on all producers, but on no known channel."""
         mixed: Facts = {}
         for tensor in tensors:
             self.escape(self.of(tensor), name)
@@ -155,7 +156,7 @@ class Recorder(TorchDispatchMode):
             self.set(result, mixed)
 
     def weaker(self, producer: str, fact: Fact, kind: Kind) -> Fact:
-        """``fact`` after an operation that leaves no more than ``kind`` of it."""
+        """``fact`` after an operation that weakens its kind to at least ``kind``."""
         if kind <= Kind.SUM or fact.channels is None:
             return fact._replace(kind=max(fact.kind, kind))
         if fact.kind in (Kind.SUM, Kind.TURNED) or kind == Kind.MIXED:
@@ -164,7 +165,7 @@ class Recorder(TorchDispatchMode):
         return fact._replace(kind=max(fact.kind, kind))
 
     def _forget_views(self, changed: Tensor) -> None:
-        """An operation in place: other views of the memory hold something else now."""
+        """Drop the facts of other views of memory that an operation changed in place."""
         storage = changed.untyped_storage()._cdata
         for tensor in list(self._alive):
             if (

@@ -8,7 +8,7 @@ from qtool.models.parts import Fold, LinearGroup
 
 
 def why_fixed(block: RecordedBlock, groups: Sequence[LinearGroup]) -> str:
-    """Why the residual stream cannot be rotated; empty where the block lets it be."""
+    """Why the residual stream cannot be rotated; empty if the block allows it."""
     folded = {group.source for group in groups if group.fold is Fold.NORM}
     own = {name for group in groups if group.writes_residual for name in group.linears}
     for read in (*block.reads, *block.experts.values()):
@@ -25,7 +25,7 @@ def why_fixed(block: RecordedBlock, groups: Sequence[LinearGroup]) -> str:
         if not f"{module}.".startswith(block.prefix):
             continue
         norms = {n.name for n in block.norms} & facts.keys()
-        if norms:  # a post-norm, and what it norms
+        if norms:  # a post-norm and its input
             facts = {p: f for p, f in facts.items() if p in norms}
         known = {p: f for p, f in facts.items() if p.startswith(block.prefix)}
         if not facts or len(known) < len(facts):
@@ -40,7 +40,7 @@ def why_fixed(block: RecordedBlock, groups: Sequence[LinearGroup]) -> str:
 
 
 def post_norms(block: RecordedBlock) -> tuple[str, ...]:
-    """The norms of what the block writes to the residual stream."""
+    """The norms of the outputs that the block adds to the residual stream."""
     return tuple(block.short(n.name) for n in block.norms if n.name in block.written)
 
 

@@ -1,4 +1,4 @@
-"""What one forward of a model did: its linear maps, norms, attentions and residual additions."""
+"""The trace of a forward: its linear maps, norms, attentions and residual additions."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Read:
         weight: the parameter's name.
         module: the module that was running.
         root: a number that inputs share if they are the same values in the same order.
-        facts: of the input.
+        facts: facts of the input.
     """
 
     weight: str
@@ -36,7 +36,7 @@ class NormCall:
 
 @dataclass
 class AttentionCall:
-    """Facts of queries, keys and values that one attention was made of."""
+    """Facts of the queries, keys and values of one attention."""
 
     q: Facts
     k: Facts
@@ -53,15 +53,16 @@ class Escape(NamedTuple):
 
 @dataclass
 class Trace:
-    """All that was seen, in order.
+    """All recorded calls, in order.
 
     Attributes:
-        writers: where something was added to the residual stream, and its facts.
-        escapes: what was done with a producer's output that no rule covers.
-        unordered: producers of which each channel met a number of its own that no producer makes.
+        writers: each addition to the residual stream, with the facts of what was added.
+        escapes: operations on a producer's output that no rule covers.
+        unordered: producers whose channels were each combined with a number of its own that no
+            producer makes.
         pairs: the two channels that RoPE turns together, by producer: ``[C, 2]`` rows.
         changed: weights that the forward changes.
-        asked: weights of linears that something else than their own forward asks for.
+        asked: weights of linears that are read outside the linear's own forward.
         experts: facts of stacked experts' inputs, by module.
     """
 

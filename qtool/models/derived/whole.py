@@ -1,4 +1,4 @@
-"""The family of a whole model, of those of its blocks."""
+"""The family of a whole model, made of the families of its blocks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from qtool.models.family import Family
 
 
 def whole_family(model: RecordedModel) -> Family:
-    """The family of ``model``, one of each kind of its blocks.
+    """The family of ``model``, with a family for each kind of its blocks.
 
     Raises:
         QtoolError: no block has a linear that can be quantized.
@@ -32,7 +32,7 @@ def whole_family(model: RecordedModel) -> Family:
 
 
 def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family]) -> Family:
-    """The family of the model from those of its blocks."""
+    """The family of the model, made of the families of its blocks."""
     if not any(family.groups for family in of_block):
         other = next((f"; {n} is not: {why}" for n, why in of_block[0].unquantized.items()), "")
         raise QtoolError(f"its blocks have no linear that can be quantized{other}")
@@ -62,7 +62,7 @@ def _why_fixed(model: RecordedModel, of_block: list[Family]) -> str:
 
 
 def _beside_blocks(model: RecordedModel, on_disk: DiskNames) -> dict[str, Any]:
-    """What a family says of the whole model."""
+    """The fields of a family that describe the whole model."""
     final_norm = model.final_norm
     common: dict[str, Any] = {
         "name": type(model.model).__name__.removesuffix("ForCausalLM"),

@@ -3,7 +3,7 @@
 GELU stands between the two linears. The 7B has one norm for both sides and one kv head; the new
 decoder architecture (40B, 180B) has a norm for each side and groups of query heads with a kv head,
 whose key and value go to the KV cache once for each of them; the RW models are sequential. In all
-of them the fused rows go by kv head: its query heads, its key, its value.
+of them the fused rows are ordered by kv head: its query heads, its key, its value.
 """
 
 from dataclasses import replace

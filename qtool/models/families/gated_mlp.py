@@ -1,4 +1,4 @@
-"""The gated MLP of Llama, declared for any names: of each expert, of a shared expert."""
+"""The gated MLP of Llama, declared for any names, such as those of an expert."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from qtool.models.families.llama import LLAMA
 from qtool.models.parts import Fold, LinearGroup
 
 MLP_NORM = "post_attention_layernorm"
-#: what a block of Llama has besides its MLP
+#: tensors of a block of Llama besides its MLP
 ATTENTION_TENSORS = {
     name: shape for name, shape in LLAMA.tensors.items() if not name.startswith("mlp.")
 }

@@ -1,8 +1,8 @@
 """Gemma 1, 2 and 3 (text): norms multiply by 1 + weight, the head is the embedding.
 
 Embeddings are multiplied by sqrt(hidden). Gemma 2 and 3 also norm what attention and MLP write to
-the residual stream. Gemma 3 has norms on q and k. Scaling, soft-capping and sliding windows are
-transformers' own code and no weight's business.
+the residual stream. Gemma 3 has norms on q and k. Scaling, soft-capping and sliding windows are in
+transformers' own code and concern no weight.
 """
 
 from dataclasses import replace

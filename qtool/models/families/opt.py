@@ -17,7 +17,7 @@ ATTENTION_NORM, MLP_NORM = "self_attn_layer_norm", "final_layer_norm"
 
 
 def _choose(config: Any, block: int) -> Family:
-    """Refuse OPT models of another structure; no factor passes another activation than ReLU."""
+    """The family of an OPT config: factors pass only through ReLU. Refuses other structures."""
     if getattr(config, "word_embed_proj_dim", None) not in (None, config.hidden_size):
         raise QtoolError(
             f"OPT with word_embed_proj_dim {config.word_embed_proj_dim} and hidden_size "
