@@ -1,5 +1,5 @@
-// What the queries of some sequences attend to, in DTYPE: tokens of a paged cache dequantized, then new ones as they came.
-// Eight channels of a token and head a thread; the float32 operations are the scheme's, each rounded by itself.
+// Gathers the keys and values that queries attend to, in DTYPE: the dequantized tokens of a paged cache, then the new tokens.
+// A thread has eight channels of a token of a head; the float32 operations are the scheme's, each rounded by itself.
 #include "attention/pages.cuh"
 #include "common/element.cuh"
 
@@ -8,7 +8,7 @@ constexpr int kPieces = DIM / 8;
 struct Params {
     const void* x[2];        // new keys and values [tokens, H, D] with strides
     void* out[2];            // [total, H, D]
-    const float* channel[2];  // [H, D]; kv8: scales; kv4: what was taken from the keys, and null
+    const float* channel[2];  // [H, D]; kv8: scales; kv4: the keys' offset, and null
     const u8* pages;
     const int *table, *starts, *fresh, *cached;  // [n, table_stride], in out [n + 1], in x [n + 1], tokens of the pages [n]
     long long stride[2][2];  // of x, in elements: token, head
@@ -35,16 +35,16 @@ extern "C" __global__ void __launch_bounds__(128) kv_gather(const __grid_constan
     const int piece = index % kPieces, head = index / kPieces % heads, which = index / kPieces / heads % 2;
     const int row = index / kPieces / heads / 2;
     if (row >= p.total) return;
-    int sequence = 0;  // the last that starts at row or before
+    int sequence = 0;  // the last sequence that starts at this row or before
     for (int past = p.sequences; past - sequence > 1;) {
         const int middle = (sequence + past) / 2;
         (p.starts[middle] <= row ? sequence : past) = middle;
     }
     const int start = p.starts[sequence], token = row - start, cached = p.cached[sequence];
     const int fresh = p.fresh[sequence], queries = p.fresh[sequence + 1] - fresh;
-    const int first = p.starts[sequence + 1] - start - queries;  // where the first query stands
+    const int first = p.starts[sequence + 1] - start - queries;  // position of the first query
     Eight out;
-    if (token >= cached) {  // of the new tokens the last ones are those beyond the cached
+    if (token >= cached) {  // the last of the new tokens are those beyond the cached ones
         const u64 from = fresh + token - first;
         out = *reinterpret_cast<const Eight*>(static_cast<const Element*>(p.x[which]) + from * p.stride[which][0] +
                                               head * p.stride[which][1] + 8 * piece);

@@ -1,10 +1,10 @@
-// The outputs of each token's experts, weighted and added in the order in which the token chose them. The host defines DTYPE,
-// of the experts' outputs and the sums.
+// The outputs of each token's experts, weighted and added in the order in which the token chose them. The host defines DTYPE:
+// the dtype of the experts' outputs and of the sums.
 #include "common/element.cuh"
 
 struct Params {
     const Element* z;     // [rows, columns]
-    const int* place;     // [tokens, top] row of each, -1 for none
+    const int* place;     // [tokens, top] row in z of each choice, -1 for none
     const float* weight;  // [tokens, top]
     Element* y;           // [tokens, columns]
     int columns, top;

@@ -1,12 +1,12 @@
-// Rows of 16 bits sorted by expert: a token's, or SiLU(gate) * up of one, to the places that it has, rotated if ROTATE. A thread
-// has eight values; the host defines CLUSTER, how many blocks share a row.
+// Copies tokens in 16 bits to rows that are sorted by expert: a token, or SiLU(gate) * up of it, goes to its row of each of its
+// experts, rotated if ROTATE. A thread has eight values; the host defines CLUSTER, the number of blocks that share a row.
 #include "activation/activation_row.cuh"
 
 struct Params {
     Input in;
     Element* rows;     // [P, K]
-    const int* place;  // [M, top] rows of the output, -1 for none; or null: its own
-    const int* end;    // how many rows there are
+    const int* place;  // [M, top] rows of the output, -1 for none; null: each token has its own row
+    const int* end;    // the number of rows
     int k, top;
 };
 

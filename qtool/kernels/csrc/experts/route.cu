@@ -1,15 +1,15 @@
-// The pairs of a token and an expert that it goes to, sorted by expert: a counting sort by one block, stable, so that each run
-// gives the same order. A warp counts the experts of its share of the pairs; what the warps before it have found of an
-// expert, and all experts before that one, is where its own pairs go.
+// Sorts the pairs of a token and an expert that it goes to by expert: a counting sort by one block, stable, so that each run
+// gives the same order. A warp counts the experts of its share of the pairs. Its own pairs of an expert go behind the pairs
+// of all experts before that one and behind those that the warps before it have counted for that expert.
 //
 // It never calls grid_release: a GEMM may read the offsets before its own grid_wait. The host defines THREADS.
 #include "common/ptx.cuh"
 
 struct Params {
-    const int* ids;  // [pairs] expert of each
-    const int* map;  // [mapped] what an id stands for here, or null; what is no expert's number is left out
+    const int* ids;  // [pairs] expert of each pair
+    const int* map;  // [mapped] this rank's number of each id, or null: the id; a number of no expert is left out
     int* offsets;    // [experts + 1] first row of each expert, and the end
-    int* place;      // [pairs] row of each, -1 if it is left out
+    int* place;      // [pairs] row of each pair, -1 if it is left out
     int pairs, experts, mapped;
 };
 
