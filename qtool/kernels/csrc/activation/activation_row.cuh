@@ -1,7 +1,8 @@
-// A row of activations in a block's registers, eight values a thread and piece: x, or what the model computes just before
-// a linear, fused: x gathered, RMSNorm(x) * weight, RMSNorm(x + residual) * weight, SiLU(gate) * up, rounded to the input's
-// dtype where the unfused model rounds it, so that fusing changes speed only; then rotated, if ROTATE. The host defines DTYPE, FUSION,
-// GATHER, ROTATE, THREADS, PIECES and CLUSTER: the blocks that share a row, since one multiprocessor takes long for a wide one.
+// A row of activations in a block's registers, eight values per thread and piece. The row is x, or the fused operation that the
+// model computes just before a linear: RMSNorm(x) * weight, RMSNorm(x + residual) * weight or SiLU(gate) * up, rounded to the
+// input's dtype where the unfused model rounds it, so that fusing changes speed only. It may be gathered, then rotated if ROTATE.
+// The host defines DTYPE, FUSION, GATHER, ROTATE, THREADS, PIECES and CLUSTER, the number of blocks that share a row, since one
+// multiprocessor takes long for a wide row.
 #pragma once
 #include "common/element.cuh"
 
@@ -38,7 +39,7 @@ __device__ __forceinline__ void round(float (&y)[8]) {
     for (int j = 0; j < 8; j += 2) round_pair(y[j], y[j + 1]);
 }
 
-// Values [column, column + 8) of a row, or of what stands at these places of `order`.
+// Values [column, column + 8) of a row, or the values of the channels at these places of `order`.
 __device__ __forceinline__ Eight eight_of(const void* row, const int* order, int column) {
     const Element* x = static_cast<const Element*>(row);
     Eight all;
@@ -51,11 +52,11 @@ __device__ __forceinline__ Eight eight_of(const void* row, const int* order, int
     return all;
 }
 
-// SiLU. To 16 bits, gate / (1 + exp(-gate)) is gate times an approximate reciprocal, corrected by the remainder: that is the
-// rounded quotient but for one in a million, whose last bit of 24 is another. Beyond 80 the quotient itself.
+// SiLU. To 16 bits, gate / (1 + exp(-gate)) is gate times an approximate reciprocal, corrected by the remainder. This is the
+// rounded quotient, except that for one value in a million the last of 24 bits differs. Beyond 80 the quotient itself is computed.
 __device__ __forceinline__ void silu(float (&gate)[8]) {
 #pragma unroll
-    for (int half = 0; half < 8; half += 4) {  // which takes fewer registers than all at once
+    for (int half = 0; half < 8; half += 4) {  // takes fewer registers than all eight at once
         bool usual = DTYPE != 0;
         float found[4];
 #pragma unroll
@@ -76,11 +77,11 @@ __device__ __forceinline__ void silu(float (&gate)[8]) {
     }
 }
 
-// The block's row, and the first of the eight columns that the thread has of a piece.
+// The block's row, and the first of the thread's eight columns of a piece.
 __device__ __forceinline__ u64 row_of_block() { return blockIdx.x / CLUSTER; }
 __device__ __forceinline__ int column_of(int piece) { return ((blockIdx.x % CLUSTER * PIECES + piece) * THREADS + threadIdx.x) * 8; }
 
-// The reductions of a row. In a cluster each has a place where the blocks tell each other their parts, counted on a barrier.
+// The reductions of a row. In a cluster each reduction has a place where the blocks exchange their parts, counted on a barrier.
 enum Reduction { kTop, kSquares, kSumOfCodes };
 struct Exchange {
     u64 full[3];
@@ -88,7 +89,7 @@ struct Exchange {
 };
 __shared__ Exchange exchange;
 
-// Before anything is told: all blocks of the cluster have started.
+// Before the first exchange: waits until all blocks of the cluster have started.
 __device__ __forceinline__ void open_exchange() {
     if constexpr (CLUSTER > 1) {
         if (threadIdx.x < 3) {
@@ -102,7 +103,7 @@ __device__ __forceinline__ void open_exchange() {
     }
 }
 
-// Over the row; every thread gets the result. Each reduction is made once.
+// Reduces over the row; every thread gets the result. Each reduction may be made once.
 template <int kReduction, class T>
 __device__ __forceinline__ T reduce(T v, T* scratch) {
     const auto join = [](T a, T b) { return kReduction == kTop ? (a > b ? a : b) : a + b; };
@@ -126,7 +127,7 @@ __device__ __forceinline__ T reduce(T v, T* scratch) {
     return all;
 }
 
-// Each 64 columns, which eight neighbouring threads have, by the Hadamard matrix of 64 over 8: in the order of sums of
+// Multiplies each 64 columns, held by eight neighbouring threads, by the Hadamard matrix of 64 over 8, in the order of sums of
 // qtool/schemes/arithmetic/online_hadamard.py.
 __device__ __forceinline__ void rotate(float (&y)[8]) {
 #pragma unroll

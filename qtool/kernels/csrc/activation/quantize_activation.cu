@@ -1,9 +1,9 @@
-// Per-token s8 quantization of one row a cluster of blocks: sx = max|y| / 127, code = rne(y / sx), a row of zeros gets sx = 1.
-// The host defines SORTED where the codes go to rows that are sorted by expert.
+// Per-token s8 quantization, one row per cluster of blocks: sx = max|y| / 127, code = rne(y / sx), a row of zeros gets sx = 1.
+// The host defines SORTED if the codes go to rows that are sorted by expert.
 #include "activation/activation_row.cuh"
 
-// The codes rne(y / scale) of eight values, a byte each. By the rounded 1 / scale: that decides but within 2^-15 of the middle
-// between two codes, and where something is no finite number; there the quotient does.
+// The codes rne(y / scale) of eight values, a byte each. The rounded 1 / scale decides, except within 2^-15 of the
+// middle between two codes and for numbers that are not finite, where the quotient decides.
 __device__ __forceinline__ uint2 codes_of(const float (&y)[8], float scale, float inverse) {
     constexpr float kInteger = 12582912.f;  // 1.5 * 2^23: a sum with it is rounded to an integer, whose low bits are its own
     u32 code[8];
@@ -35,8 +35,8 @@ struct Params {
     int m, k;
     float epsilon;
 #ifdef SORTED
-    const int* place;  // [M, top] rows of the output, -1 for none; or null: its own
-    const int* end;    // how many rows there are
+    const int* place;  // [M, top] rows of the output, -1 for none; null: each token has its own row
+    const int* end;    // the number of rows
     int top;
 #endif
 };

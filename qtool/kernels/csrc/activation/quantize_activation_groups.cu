@@ -1,7 +1,7 @@
-// Symmetric s4 (by block s8) quantization of one row a block, one scale a group: sx = max|y| / 7 (or 127), code =
+// Symmetric s4 (in 8-bit blocks s8) quantization, one row per block and one scale per group: sx = max|y| / 7 (or 127), code =
 // rne(y / sx), a group of zeros gets sx = 1. Codes are s8 bytes in the order of the weight's layout
-// (qtool/kernels/activation/arrangement.py). The host also defines GROUP (0: the row), ARRANGEMENT and PACKED: 1 makes s4 codes
-// nibbles, K / 2 bytes a row, and 2 those of 4-bit blocks only, in the first 64 of each block's 128 bytes.
+// (qtool/kernels/activation/arrangement.py). The host also defines GROUP (0: the row), ARRANGEMENT and PACKED: 1 stores s4 codes
+// as nibbles, K / 2 bytes a row; 2 does so for 4-bit blocks only, in the first 64 of each block's 128 bytes.
 #include "activation/activation_row.cuh"
 
 enum Arrangement { kNone = 0, kApex4 = 1, kInterleaved = 2 };
@@ -15,7 +15,7 @@ struct Params {
     float epsilon;
 };
 
-// The largest |y| of the group that each piece of this thread lies in.
+// The largest |y| of the group of each piece of this thread.
 __device__ __forceinline__ void group_tops(float (&top)[PIECES], const float (&y)[PIECES][8], float* scratch) {
     constexpr int kWarps = THREADS / 32, kLanes = GROUP == 0 || GROUP > 256 ? 32 : GROUP / 8;
 #pragma unroll
@@ -34,7 +34,7 @@ __device__ __forceinline__ void group_tops(float (&top)[PIECES], const float (&y
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) top[i] = all;
     }
-    if constexpr (GROUP > 256) {  // a group is several warps
+    if constexpr (GROUP > 256) {  // a group spans several warps
         constexpr int kSpan = GROUP / 256;
         const int warp = threadIdx.x / 32;
 #pragma unroll

@@ -1,4 +1,4 @@
-// New keys or values into the packed cache: an item is a token of a head, and a lane has sixteen of its channels.
+// Quantizes new keys or values into the packed cache: an item is a token of a head, and a lane has sixteen of its channels.
 // kv4: s = max(0.95 (max - min) / 15, max|x| / 2^14), z = 7.5 - (max + min) / 2s in f16, code = clamp(rne(x / s + z), 0, 15);
 // then all three again on the weighted least-squares line through the codes, three times or until that is no nearer;
 // kv8: code = clamp(rne(x / s), -127, 127), s of the head and channel. The float32 operations are the scheme's, each
@@ -9,8 +9,8 @@
 #if PAGED
 struct Params {
     const void* x[2];         // keys and values [tokens, H, D] with strides, of DTYPE
-    const float* channel[2];  // as below, of each
-    const float* offset;      // [H, D], taken from the keys first, or null
+    const float* channel[2];  // as below, of keys and of values
+    const float* offset;      // [H, D], subtracted from the keys first, or null
     const long long* slots;   // [tokens] page * 64 + token in it; below 0: not stored
     u8* pages;                // [pages, H, kPageHead], page_stride apart
     long long stride[2][2];   // of keys and of values, in elements: token, head
@@ -21,7 +21,7 @@ struct Params {
 struct Params {
     const void* x;        // [B, H, new tokens, D] with strides, of DTYPE
     u8* codes;            // [B, H, capacity, token bytes]
-    const float* channel;  // [H, D]; kv8: scales; kv4: what squared errors count, or null: all alike
+    const float* channel;  // [H, D]; kv8: scales; kv4: weights of squared errors, or null: all equal
     u16 *scale, *zero;    // kv4: f16 [B, H, capacity]
     const int* lengths;   // [B] tokens of each sequence, the new ones included, or null: all have `tokens`
     long long stride[3];  // of x, in elements: batch, head, token
@@ -29,8 +29,8 @@ struct Params {
 };
 #endif
 
-// Channels go by eights. A lane has an eight and the one that is half of them, with those of padding, further on: sums go
-// by halves, so that the first halving is the lane's own.
+// Channels are grouped by eights. A lane has an eight and another one that is half of all eights (padding included) further on:
+// sums are taken by halves, so that a lane makes the first halving by itself.
 constexpr int kEights = DIM > 128 ? 32 : DIM > 64 ? 16 : DIM > 32 ? 8 : DIM > 16 ? 4 : 2;
 constexpr int kLanes = kEights / 2;      // of an item
 constexpr int kItems = 32 / kLanes;      // of a warp
@@ -38,7 +38,7 @@ constexpr int kHeld = 16;                // channels of a lane
 constexpr u32 kAll = 0xFFFFFFFF;
 __device__ __forceinline__ int channel_of(int half) { return 8 * (threadIdx.x % kLanes + half * kLanes); }
 
-// Where a token of a head comes from, and where it goes.
+// The source and the destination of a token of a head.
 struct Place {
     const Element* x;
     const float *channel, *offset;  // of the head, or null
@@ -96,7 +96,7 @@ __device__ __forceinline__ float of_half(u16 h) {
 
 __device__ __forceinline__ u16 stored(float scale) { return to_half(fminf(fmaxf(scale, 5.9604644775390625e-08f), 65504.f)); }
 
-// Over an item the sum of value(i), by halves: of each eight, then of the eights. All its lanes get the same bits.
+// The sum of value(i) over an item, by halves: within each eight, then of the eights. All its lanes get the same bits.
 template <class Value>
 __device__ __forceinline__ float item_sum(Value value) {
     float v[kHeld];
@@ -115,7 +115,7 @@ __device__ __forceinline__ float item_sum(Value value) {
 struct Line {
     u16 scale, zero;
 };
-// A lane's part of an item: its values, and what a squared error of each counts (1 if not WEIGHTED); 0 where no channel is.
+// A lane's part of an item: its values, and the weights of their squared errors (1 if not WEIGHTED); 0 beyond the channels.
 template <bool WEIGHTED>
 struct Part {
     float x[kHeld], w[WEIGHTED ? kHeld : 1], n;
@@ -142,7 +142,7 @@ struct Part {
             n = DIM;
         }
     }
-    // Codes on a line, and what they leave.
+    // Codes on a line, and their residuals.
     __device__ __forceinline__ void round_on(Line line, float (&code)[kHeld], float (&left)[kHeld]) const {
         constexpr float kInteger = 12582912.f;  // 1.5 * 2^23: a sum with it is rounded to an integer
         const float scale = of_half(line.scale), zero = of_half(line.zero), inverse = __fdiv_rn(1.f, scale);
@@ -200,7 +200,7 @@ struct Part {
     }
 };
 
-// Sixteen channels of the token, less the offset; 0 where there are none.
+// Sixteen channels of the token, less the offset; 0 beyond the channels.
 __device__ __forceinline__ void read(const Place& at, const bool (&active)[2], float (&x)[kHeld]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -236,7 +236,7 @@ __device__ __forceinline__ void append(const Place& at, const bool (&active)[2])
     }
 }
 #else
-// All lanes of a warp come here, also those whose item is not stored.
+// All lanes of a warp run this, also those whose item is not stored.
 template <bool WEIGHTED>
 __device__ __forceinline__ void append(const Place& at, const bool (&active)[2]) {
     Part<WEIGHTED> part;

@@ -1,8 +1,8 @@
-// Decode attention over a packed cache, a split of one kv head's tokens a block (flash-decoding), online softmax:
+// Decode attention over a packed cache: a block has a split of one kv head's tokens (flash-decoding), with online softmax,
 //     S^T = K Q^T    P = 2^(S - max)    O^T = V^T P^T
-// on tensor cores, the tokens as mma's 16 rows, then its contraction, the group's query rows as its 8 columns. Each of
-// the block's warps takes every WARPS-th tile of TILE tokens through its own cp.async ring; their parts are added in
-// the order of the warps, the splits' in the order of the splits (kv_combine): the same bits every time.
+// on tensor cores. Tokens are mma's 16 rows in the first product and its contraction in the second; the group's query rows
+// are its 8 columns. Each warp of a block takes every WARPS-th tile of TILE tokens through its own cp.async ring. The parts
+// of warps are added in their order, and those of splits too (kv_combine), which gives the same bits every time.
 //
 // 4 bit: q.k = s (sum q c - z sum q);  sum p v = sum (p s) (c - 8) - sum (p s) (z - 8).
 #include "attention/kv_combine.cuh"
@@ -10,7 +10,7 @@
 
 constexpr float kHidden = -3e38f;  // the score of a token that a row does not see
 
-// Which tokens the block takes, in tiles, and which of them its query rows see.
+// The tokens that the block takes, in tiles, and those that its query rows see.
 struct Span {
     int batch, length, all_see, begin, end;
     int limit[ROW_TILES][2];  // the first token that a row does not see
@@ -52,8 +52,8 @@ struct Span {
     }
 };
 
-// What the capped scores of the lane's rows lack: the part that all keys have alike. Read anew for each tile, since
-// registers are short.
+// What is added to all scores of a row before the cap: the part that the keys' codes leave out. It is read anew for each tile,
+// since registers are short.
 __device__ __forceinline__ float shift(const Params& p, int first_row, int rows, int n, int j) {
     const int row = 8 * n + j;
     return p.shift && row < rows ? __ldg(p.shift + first_row + row) : 0.f;

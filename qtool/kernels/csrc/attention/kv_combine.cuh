@@ -1,8 +1,8 @@
-// The second pass of attention whose tokens were split.
+// The second pass of attention, if its tokens were split.
 #pragma once
 #include "attention/kv_params.cuh"
 
-// One query row a block: the splits' parts in their order.
+// A block adds the splits' parts of one query row, in their order.
 extern "C" __global__ void __launch_bounds__(DIM < 32 ? 32 : DIM) kv_combine(const __grid_constant__ Params p) {
     __shared__ float weights[MOST_SPLITS];
 #if __CUDA_ARCH__ >= 900

@@ -1,4 +1,4 @@
-// What the host passes to the attention kernels; `qtool/kernels/attention/kv_attention.py` packs the same fields in the same order.
+// The parameters that the host passes to the attention kernels; `qtool/kernels/attention/kv_attention.py` packs the same fields in the same order.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -17,7 +17,7 @@ struct Params {
     const int* table;    // paged: [B, table_stride] the page of each 64 tokens; k_codes are the pages then
     const float* shift;  // paged: added to every (scaled) score of a row before the cap [B, Hkv, rows], or null: nothing
     long long query_stride, page_stride;  // elements from sequence to sequence; bytes from page to page
-    // paged: as many of the splits take part as keep each below LONGEST rounds of tiles, `fewest` at least
+    // paged: the number of splits that take part keeps each below LONGEST rounds of tiles; it is at least `fewest`
     float scaling, softcap;
     int heads, group, queries, tokens, capacity, mask_tokens, splits, row_tiles, window, all_rows, table_stride, fewest;
 };

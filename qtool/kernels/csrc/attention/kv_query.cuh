@@ -14,8 +14,8 @@ __device__ __forceinline__ void unpack_halves(u32 pair, float& low, float& high)
         : "r"(pair));
 }
 
-// The lane's part of the query rows as they lie in memory, in the order of the key fragments' slots. They are asked for
-// before the first tiles: behind those they would wait until the memory has delivered them all.
+// The lane's part of the query rows, unconverted, in the order of the key fragments' slots. They are loaded before the first
+// tiles: after these they would wait until the memory has delivered all tiles.
 struct QueryWords {
     u32 words[ROW_TILES][kSteps][2];
     float scale[BITS == 8 ? kSteps : 1][4];  // kv8: of the keys' channels

@@ -42,7 +42,7 @@ struct Stage {
         }
         return static_cast<int>(__reduce_max_sync(0xFFFFFFFF, bits));
     }
-    // Zeros for the values' parameters from token `written` on, where nothing was written: 0 times NaN would be NaN.
+    // Zeros for the values' parameters of unwritten tokens, from `written` on: 0 times NaN would be NaN.
     __device__ __forceinline__ void clear(int written, int lane) const {
         for (int i = lane; i < TILE; i += 32)
             if (i >= written)
@@ -53,7 +53,7 @@ struct Stage {
     }
 };
 
-// What a lane copies of each tile of its warp: 16 bytes of every 512 of keys and of values, and of one of the parameters.
+// The copies of a lane for each tile of its warp: 16 bytes of every 512 of keys, of values, and of one of the parameters.
 struct Source {
     const u8 *keys, *values, *params;
 #if PAGED

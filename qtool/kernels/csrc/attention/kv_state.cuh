@@ -1,4 +1,4 @@
-// The running softmax and the weighted sums of one warp: what a tile's scores do to them.
+// The running softmax and the weighted sums of one warp, and their update by a tile's scores.
 #pragma once
 #include "attention/kv_query.cuh"
 #include "attention/kv_ring.cuh"
@@ -54,7 +54,7 @@ struct State {
         }
     }
 
-    // Moves the reference maximum and the exponent where the tile's scores or scales have outgrown them.
+    // Moves the reference maximum and the exponent if the tile's scores or scales have outgrown them.
     __device__ __forceinline__ void follow(const Scores& s, const Stage& stage, int lane) {
         const int wanted = BITS == 4 ? max(exponent, stage.largest_scale(lane) >> 10) : exponent;
         bool grew = wanted != exponent;

@@ -1,25 +1,25 @@
-// marlin and marlin-24 as wgmma's A operand: where a stage has the weights of a thread, and the instruction that multiplies them.
+// marlin and marlin-24 as wgmma's A operand: the place of a thread's weights in a stage, and the instruction that multiplies them.
 //
-// wgmma's 64 rows are mma's 16 four times, one a warp: thread t has rows 16 (t / 32) + c and + 8 of 64. The operand of a 2:4 sparse
-// one is the kept half in the same place, and a register of positions, which two of four lanes hold.
+// wgmma's 64 rows are mma's 16 rows for each of four warps: thread t has rows 16 (t / 32) + c and + 8 of 64. The operand of a 2:4
+// sparse wgmma is the kept half in the same place, and a register of positions, which two of four lanes hold.
 //
-// Legend: c = t % 32 / 4, q = t % 4; a *line* is what the layout has of 64 rows for one instruction: 512 bytes of codes.
+// Legend: c = t % 32 / 4, q = t % 4; a *line* holds the weights of 64 rows for one instruction: 512 bytes of codes.
 #pragma once
 #include "common/half_codes.cuh"
 
-// MARLIN: word j of a lane's 16 bytes is the fragment of rows 16 j + c, + 8 and of 16 inputs, so warp w takes word w. The four
-// lanes that then share a bank cost what the 16-byte load of all four words would.
+// MARLIN: word j of a lane's 16 bytes is the fragment of rows 16 j + c, + 8 and of 16 inputs, so warp w takes word w. Four
+// lanes then share a bank, which costs as much as the 16-byte load of all four words would.
 template <int kKind, int kTokens>
 struct Marlin {
     static constexpr int kInputs = 16, kPair = 8;  // input channels of an instruction; registers of two
     static constexpr int kPositionBytes = 0;       // of a line
     static constexpr int kNextScale = 1;           // from the scale of row c to that of c + 8
 
-    // Where the scale of the whole channel n lies: the order of MARLIN's accumulators.
+    // The place of the scale of the whole channel n, in the order of MARLIN's accumulators.
     static __device__ __forceinline__ int channel(int n) {
         return n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 16 * 4 + n % 16 / 8 * 2 + n % 2;
     }
-    // Where that of a group and row 16 (t / 32) + c lies among 64 rows.
+    // The place among 64 rows of the scale of a group and row 16 (t / 32) + c.
     static __device__ __forceinline__ int scale(int t) { return t % 32 / 4 * 8 + t / 32 * 2; }
     static __device__ __forceinline__ u32 word(const u8* line, int t) {
         return *reinterpret_cast<const u32*>(line + t % 32 * 16 + t / 32 * 4);
@@ -54,8 +54,8 @@ struct Marlin24 {
         return __byte_perm(at[0], at[16], t % 32 < 16 ? 0x6240 : 0x7351);
     }
 
-    // Of two lines: lanes 0 and 1 of four hold those of the first, 2 and 3 of the second, each of 16 inputs, row c low, row c + 8 high.
-    // A word has those of rows n and n + 4.
+    // Positions of two lines: lanes 0 and 1 of four hold those of the first, 2 and 3 of the second, each of 16 inputs, row c low, row c + 8 high.
+    // A word has the positions of rows n and n + 4.
     static __device__ __forceinline__ u32 positions(const u8* lines, int t) {
         const u8* line = lines + t % 4 / 2 * kPositionBytes;
         const u32* at = reinterpret_cast<const u32*>(line + t % 16 / 8 * 128 + t / 32 * 32 + t % 8 / 4 * 8 + t % 2 * 4);

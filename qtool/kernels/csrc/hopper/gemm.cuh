@@ -25,7 +25,7 @@ struct Gemm {
     static constexpr int kConsumerRegisters = BLOCKS_PER_SM == 1 ? 232 : 104;
     static constexpr int kBlocks = kTokens / 8, kShare = (kBlocks + kSplit - 1) / kSplit;  // blocks, and those a split finishes
 
-    // Few tokens, a block that has an SM for itself: what waits for a slot may as well wait in L2 (measured: notes.md).
+    // With few tokens and one block per SM, stages that wait for a slot may as well wait in L2 (this was measured).
     static constexpr bool kReadsAhead = Weights::kReadsAhead && kTokens <= 32 && kPanels == 1 && BLOCKS_PER_SM == 1;
     static constexpr int kAhead = 2;       // steps beyond the ring
     static constexpr u32 kPatience = 425;  // clocks without a free slot
@@ -33,7 +33,7 @@ struct Gemm {
     using Sum = typename Weights::Sum;
     static constexpr int kTokenBytes = kTokens * Weights::kTokenBytes, kWeightBytes = kPanels * Weights::kStageBytes;
     static constexpr int kRing = kStages * (kTokenBytes + kWeightBytes);
-    // What the other splits push here. Few tokens: beside the ring, so that nobody has to wait until it is free.
+    // The sums that the other splits push here. With few tokens they lie beside the ring, so that no block waits until it is free.
     static constexpr int kBlockBytes = kConsumers * 16, kInbox = (kSplit - 1) * kShare * kPanels * kBlockBytes;
     static constexpr bool kOverRing = kTokens * kPanels > 128;
     static constexpr int kInboxAt = kOverRing ? 0 : kRing, kStagingAt = kRing + (kOverRing ? 0 : kInbox);
@@ -46,7 +46,7 @@ struct Gemm {
     static constexpr int kSharedBytes = kAreasAt + Areas::kBytes + 1024;  // 1024 to align the ring by hand
     static_assert(kSharedBytes <= SHARED_BYTES, "the host reserved too little shared memory");
 
-    // Barriers: of each stage that it is full and that it is empty, then that the inbox is full.
+    // Barriers: each stage is full, each stage is empty, and the inbox is full.
     struct Barriers {
         u32 full, empty, inbox;
         __device__ __forceinline__ explicit Barriers(u32 base)
@@ -63,7 +63,7 @@ struct Gemm {
         if (threadIdx.x == 0) {
             prefetch_map(&p.tokens);
             for (int i = 0; i < kStages; ++i) {
-                mbar_init(bars.full + 8 * i, 1 + 2 * kPanels);  // what the producer warps announce
+                mbar_init(bars.full + 8 * i, 1 + 2 * kPanels);  // arrivals of the producer warps
                 mbar_init(bars.empty + 8 * i, 8);               // eight consumer warps
             }
             if constexpr (kSplit > 1) {
@@ -91,7 +91,7 @@ struct Gemm {
         }
     }
 
-    // All blocks of the cluster can be sent to: they have started, or, where the inbox lies over the ring, left it.
+    // Waits until all blocks of the cluster can be sent to: they have started, or have left the ring if the inbox lies over it.
     static __device__ __forceinline__ void meet() {
         if constexpr (kOverRing) cluster_sync();
         else cluster_wait();
@@ -119,8 +119,8 @@ struct Gemm {
         }
     }
 
-    // While no slot is free, the next of the `left` steps go to L2, `ahead` of them so far. Only then: each byte that takes this
-    // way costs more than one that does not.
+    // While no slot is free, the next of the `left` steps go to L2, `ahead` of them so far. Only then, since a byte that goes
+    // through L2 first costs more than one that does not.
     template <class Source>
     static __device__ __forceinline__ void wait_reading_ahead(const Source& source, u32 empty, u32 parity, int left, int& ahead) {
         ahead = max(ahead - 1, 0);
@@ -154,14 +154,14 @@ struct Gemm {
                         tensor_copy(tokens + place.slot * kTokenBytes + i * kTokens, &p.tokens, step * Weights::kTokenBytes + i, m, bar);
                 }
                 place.advance();
-                // The next kernel fills its rings while this one drains; before, its weights would be in the way of these.
+                // The next kernel fills its rings while this one drains; earlier, its weights would compete with these.
                 if (work.done == work.count && step == max(s.from, s.to - kStages)) grid_release();
             }
         }
     }
 
     static __device__ __forceinline__ void consume(const Params& p, const Areas& areas, u32 split_rank, u8* shared, const Barriers& bars) {
-        // By a shuffle: what follows from it then stays in registers, and is not computed again in each step.
+        // By a shuffle, so that values derived from it stay in registers and are not computed again in each step.
         const int wg = uniform(threadIdx.x / 128), t = threadIdx.x % 128;
         float* scales = reinterpret_cast<float*>(shared + kScalesAt) + wg * 2 * kTokens;
         int* token_sums = reinterpret_cast<int*>(scales + kTokens);
@@ -213,8 +213,8 @@ struct Gemm {
         for (int i = 0; i < kPanels; ++i) epilogue.template store<kCount>(sums[i], rows[i], m, n + 128 * i, first_token);
     }
 
-    // `share` becomes the cluster's sums of this split's tokens: its own, and what the others send. They are sent theirs.
-    // Once: the inbox is used for one tile, and may lie over the ring.
+    // `share` becomes the cluster's sums of this split's tokens: its own and those that the other blocks send. The others are
+    // sent the sums of their tokens. It runs once, since the inbox is for one tile and may lie over the ring.
     static __device__ __forceinline__ void add_over_cluster(Sum (&share)[kPanels][4 * kShare], const Sum (&acc)[kPanels][kTokens / 2],
                                                             const u8* shared, u32 full, u32 split_rank) {
         const u8* inbox = shared + kInboxAt + threadIdx.x * 16;  // [from][block][panel][thread]

@@ -1,4 +1,4 @@
-// What the host passes to a GEMM; `qtool/kernels/hopper/gemm.py` packs the same fields in the same order.
+// The parameters that the host passes to a GEMM; `qtool/kernels/hopper/gemm.py` packs the same fields in the same order.
 #pragma once
 #include "common/ptx.cuh"
 

@@ -2,10 +2,10 @@
 //
 // code - 8 is exact in 16 bits. A group's scale comes in by one of two ways:
 //   kRounds    each weight is multiplied by it and rounded to 16 bits, as MARLIN and every dequantized checkpoint do.
-//   kPromotes  the exact products of a group are summed, and total += sum * scale in float32: a multiplication a sum instead
-//              of one a weight, which is less where tokens are few. Also where scales have another dtype than tokens.
-// The scale of a whole channel is the epilogue's; few tokens promote its sums every 128 inputs all the same, for tensor cores
-// truncate what they add.
+//   kPromotes  the exact products of a group are summed, and total += sum * scale in float32: one multiplication per sum instead
+//              of one per weight, which is less if tokens are few. This is also used if scales and tokens differ in dtype.
+// The epilogue applies the scale of a whole channel. With few tokens its sums are promoted every 128 inputs all the same, since
+// tensor cores truncate in their sums.
 #pragma once
 #include "hopper/fragments_marlin.cuh"
 #include "hopper/params.cuh"
@@ -30,7 +30,7 @@ struct WeightsMarlin {
     static constexpr int kPositionsAt = 2 * kHalf, kScalesAt = kPositionsAt + 2 * kPositionBytes;
     static constexpr int kStageBytes = kScalesAt + 2 * kGroups * kScaleBytes;
 
-    // Where the scale of the whole channel n lies.
+    // The place of the scale of the whole channel n.
     static __device__ __forceinline__ int channel(int n) { return Layout::channel(n); }
 
     // The copies of 64 rows, stage after stage, by one warp. Rows beyond the weight arrive as zeros, their scales not at all.
@@ -123,7 +123,7 @@ struct WeightsMarlin {
         for (int i = 0; i < kTokens / 2; ++i) total[i] = fmaf(sums[i], scale[i % 4 / 2], total[i]);
     }
 
-    // A part of a stage where sums are promoted, each group's before the next one starts.
+    // A part of a stage with promoted sums: those of a group are promoted before the next group starts.
     template <int kPart, class Pipe>
     static __device__ __forceinline__ void exact_batch(float (&total)[kTokens / 2], float (&sums)[kTokens / 2], Pipe& pipe, u32 (&a)[kRegisters],
                                                        const u32 (&in_flight)[kRegisters], int wg, int t) {

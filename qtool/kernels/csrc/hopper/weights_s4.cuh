@@ -32,7 +32,7 @@ struct WeightsS4 {
 
     static __device__ __forceinline__ int channel(int n) { return n; }  // where its scale lies
 
-    // Which group of all the `j`-th of a step is; beyond the last one the codes are zeros, and any finite scale will do.
+    // The number of the `j`-th group of a step; beyond the last group the codes are zeros, and any finite scale will do.
     static __device__ __forceinline__ int group_of(const Params& p, int step, int j) {
         const int group = kGroup < 128 ? step * kGroups + j : step / (kGroup / 128);
         return min(group, p.k / kGroup - 1);

@@ -7,7 +7,7 @@
 // 0..255, so the 32-bit sum has no carry between bytes although c itself may be negative. Per channel
 // the codes are multiplied as they are.
 //
-// Every byte is 128 too large. The paper takes that off by XOR 0x80808080; here the bytes stay unsigned
+// Every byte is 128 too large. The paper removes this by XOR 0x80808080; here the bytes stay unsigned
 // (wgmma multiplies u8 by s8) and the epilogue subtracts 128 times the sum of the token's codes, exactly.
 // That is a third of the dequantization's instructions on the busiest pipe.
 #pragma once
@@ -61,7 +61,7 @@ struct Weights4 {
             codes += 2 * kTile, left -= 2;
             if constexpr (kTwoLevels) scale2 += kGroups * 64, offset2 += kGroups * 64;
         }
-        // Into L2, what load() will copy `ahead` stages later.
+        // Brings into L2 the stage that load() will copy `ahead` stages later.
         __device__ __forceinline__ void prefetch(int ahead) const {
             if (left < 2 * (ahead + 1) || !elect_one()) return;
             bulk_prefetch_l2(codes + ahead * 2 * kTile, 2 * kTile);
@@ -132,7 +132,7 @@ struct Weights4 {
     }
 
     // The main loop over `steps` stages of 128 columns; `pipe` says which shared-memory slot holds each. A batch is a
-    // panel of a stage where registers allow: twice the independent instructions to hide latency with.
+    // panel of a stage if registers allow, which gives twice the independent instructions to hide latency.
     template <int kPanels, int kTokens, class Pipe>
     static __device__ __forceinline__ void multiply(int (&acc)[kPanels][kTokens / 2], Pipe& pipe, int steps, int wg, int t) {
         constexpr bool kHalves = kTokens >= 64 && BLOCKS_PER_SM == 2;

@@ -1,14 +1,14 @@
-// Which tiles, and which steps of kInputs input channels of each, a block multiplies.
+// The tiles that a block multiplies, and the steps of kInputs input channels of each.
 #pragma once
 #include "hopper/params.cuh"
 
-// What a tile is: output channels from `row` of the weight on, which stand in the output from `column` on, and tokens from
-// `token` on, of those before `end`.
+// A tile: output channels from `row` of the weight on, which stand in the output from `column` on, and tokens from `token` on
+// and before `end`.
 struct Area {
     int row, column, token, end;
 };
 
-// The tiles of one weight: those of its first rows, a tile for each kTokens tokens, then those of the next.
+// The tiles of one weight: the tiles of its first rows, one for each kTokens tokens, then those of the next rows.
 template <int kTokens, int kRows>
 struct OneWeight {
     static constexpr int kBytes = 0;  // of shared memory
@@ -24,7 +24,7 @@ struct OneWeight {
 };
 
 // The tiles of a mixture's experts, [E, N, K], each weight with the tokens that were sorted to it: expert after expert, in
-// the same order within. How many tokens each has is known on the device alone.
+// the same order within. Only the device knows how many tokens each has.
 template <int kTokens, int kRows>
 struct EachExpert {
     static constexpr int kMost = 512, kThreads = 384;
@@ -35,8 +35,8 @@ struct EachExpert {
     __device__ __forceinline__ EachExpert(const Params& p, u8* shared)
         : p(p), first_token(reinterpret_cast<int*>(shared)), first_tile(first_token + kMost + 1), sums(first_tile + kMost + 1) {}
 
-    // Counts the tiles, two experts a thread. By all threads, before their next barrier. The offsets are older than the kernel
-    // before this one, or it is the one that wrote them and it has ended: it never calls grid_release.
+    // Counts the tiles, two experts a thread. All threads call it, before their next barrier. The offsets were written before
+    // the preceding kernel, or by it, and then it has ended, since it never calls grid_release.
     __device__ __forceinline__ void prepare() const {
         const int e = 2 * threadIdx.x, lane = threadIdx.x % 32;
         int at[3], tiles[2];
