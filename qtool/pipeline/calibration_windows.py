@@ -1,7 +1,7 @@
-"""Makes the token windows of a run from what the user calibrates on.
+"""Makes the token windows of a run from the user's calibration data.
 
-Windows are cut from a text, or started by it and continued by the model itself, long ones in
-pieces: the recipe or ``--windows`` says which. They are drawn once and stored in the run's
+Windows are cut from a text, or started by a text and continued by the model itself, long ones in
+pieces; the recipe or ``--windows`` says which. They are drawn once and stored in the run's
 directory, so that a resumed run reads them.
 """
 
@@ -43,10 +43,10 @@ from qtool.pipeline.rounded_model import load_rounded
 from qtool.recipes.schema import CONTINUED
 from qtool.runtime.load import load, load_tokenizer
 
-#: their name in the run's directory
+#: the name of the windows in the run's directory
 STORED = "windows"
-#: keys and values up to which a continuation that is under way is kept: on a GPU larger ones are
-#: drawn in about the time that it takes to write them
+#: most bytes of keys and values in the journal of a running continuation: on a GPU, windows with
+#: more are drawn in about the time that the journal would take to write
 JOURNAL_BYTES = 4 << 30
 
 
@@ -58,10 +58,10 @@ def windows_of(
     Args:
         text: a corpus's name, a file, texts, token ids or a data set
             (:mod:`qtool.data.calibration_input`), or a mix of them (:mod:`qtool.data.mix`).
-        options: ``samples``, ``seqlen``, ``seed`` and ``data_dir`` of them.
+        options: ``samples``, ``seqlen``, ``seed`` and ``data_dir`` are used.
 
     Raises:
-        QtoolError: nothing that can be calibrated on.
+        QtoolError: ``text`` is no calibration data.
     """
     parts = parse_mix(text, options.samples, data_dir=options.data_dir)
     return Windows(source, job, parts, options.seqlen, options.seed, device)
@@ -71,8 +71,8 @@ class Windows:
     """Calibration windows, drawn when a run starts (:meth:`for_run`) or by :attr:`drawn`.
 
     Attributes:
-        facts: what the user chose, by which an unfinished run is recognized; those of
-            :attr:`drawn` and :meth:`for_run` say what was found too.
+        facts: the user's choices, which identify an unfinished run; the facts of :attr:`drawn` and
+            :meth:`for_run` also describe the text that was found.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Windows:
         """The windows of the run in ``output``: new ones are stored in its directory.
 
         Raises:
-            QtoolError: no text, one shorter than a window, a tokenizer that is not the model's, or
-                a model that must continue the windows and does not fit.
+            QtoolError: there is no text, the text is shorter than a window, the tokenizer belongs
+                to another model, or a model that must continue the windows does not fit.
         """
         if kept := ranks.broadcast(output.kept(STORED) if ranks.rank() == 0 else None):
             entries, facts = kept
@@ -166,7 +166,7 @@ class Windows:
         return cut(ids, **how), hashlib.sha256(text.encode()).hexdigest()
 
     def _continuation(self, ids: Tensor) -> ContinuationMemory:
-        """How the model continues the windows ``ids``.
+        """The memory and the pieces with which the model continues the windows ``ids``.
 
         Raises:
             QtoolError: the device or the host has no room for the whole model.
@@ -180,7 +180,7 @@ class Windows:
         return need
 
     def _continued(self, ids: Tensor, need: ContinuationMemory) -> Tensor:
-        """The windows ``ids``, each piece of them continued by the model after its beginning."""
+        """The windows ``ids``, with each of their pieces continued by the model from its start."""
         began = time.monotonic()
         if need.rounded:
             model = load_rounded(self.source, self.device)
@@ -196,7 +196,7 @@ class Windows:
             model, prompts, need.length, seed=self.seed, batch_size=need.batch_size, journal=journal
         )
         del model
-        gc.collect()  # a model refers to itself, and the run needs its room
+        gc.collect()  # a model has reference cycles, and the run needs its memory
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         ranks.log(
@@ -210,8 +210,8 @@ class Windows:
 class OutputJournal(Journal):
     """The journal of a continuation in a run's directory.
 
-    An entry is due a second after the last one, later where entries take long to write. Entries of
-    windows that were drawn with another ``need`` or on another ``device`` are dropped.
+    An entry is due a second after the last one, or later if entries take long to write. Entries
+    that were drawn with another ``need`` or on another ``device`` are dropped.
     """
 
     def __init__(self, output: Output, need: ContinuationMemory, device: str) -> None:
@@ -250,7 +250,7 @@ def _batches(ids: Tensor, facts: Mapping[str, Any]) -> Calibration:
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
-    """Bytes of ``device``: all, and those that a run may have."""
+    """Bytes of ``device``: the whole memory, and the part that a run may use."""
     if device.type == "cuda":
         whole, free = gpu_memory(device)
         return whole, DEVICE_SHARE * free

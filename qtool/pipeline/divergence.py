@@ -1,4 +1,4 @@
-"""How far a model's output diverges from the float model's with some linears rounded to nearest."""
+"""Measures how far a model's output diverges from the float model's if some linears are rounded."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +14,7 @@ from qtool.models.auto import text_model
 
 
 class Probe:
-    """A float model and its log-probabilities on windows, which others are compared with.
+    """A float model and its log-probabilities on windows, for comparison with rounded models.
 
     Args:
         windows: batches ``[B, S]`` of token ids.
@@ -26,7 +26,7 @@ class Probe:
         self.expected = [self._log_probabilities(ids).cpu() for ids in self.windows]
 
     def divergence(self, formats: Mapping[str, LinearFormat | None]) -> float:
-        """KL(float || rounded) in nats a token, the linears of these full names rounded to nearest.
+        """KL(float || rounded) in nats a token, with the linears of these full names rounded.
 
         Raises:
             QtoolError: the model's output has NaN or Inf.
@@ -52,7 +52,7 @@ class Probe:
 
 @contextmanager
 def rounded(linear: nn.Module, linear_format: LinearFormat) -> Iterator[None]:
-    """``linear`` with weight and inputs as its format has them, rounded to nearest, meanwhile."""
+    """While open, ``linear`` has weight and inputs rounded to nearest in its format."""
     scheme, weight = linear_format.scheme_object, linear.weight
     assert isinstance(weight, nn.Parameter)
     kept, params = weight.data, scheme.fit(weight.data)

@@ -1,4 +1,4 @@
-"""The memory that this process may have, of a GPU and of the host: in all, and now."""
+"""The memory of a GPU and of the host that this process may use: in total, and now."""
 
 import os
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ CGROUPS = {
 
 
 def gpu_memory(device: torch.device) -> tuple[float, float]:
-    """Bytes of a GPU that this process may have: in all, and now.
+    """Bytes of a GPU that this process may use: in total, and now.
 
-    ``torch.cuda.set_per_process_memory_fraction`` may have left it a part.
+    ``torch.cuda.set_per_process_memory_fraction`` may limit them.
     """
     free, whole = torch.cuda.mem_get_info(device)
     share = torch.cuda.get_per_process_memory_fraction(device.index) * whole
@@ -27,9 +27,9 @@ def gpu_memory(device: torch.device) -> tuple[float, float]:
 
 
 def host_memory() -> tuple[float, float]:
-    """Bytes of the host, or of the container, that processes may have: in all, and now.
+    """Bytes of the host, or of the container, that processes may use: in total, and now.
 
-    The latter is the kernel's estimate, which takes for free what it holds of files.
+    The second number is the kernel's estimate, which counts cached files as free memory.
     """
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
@@ -42,7 +42,7 @@ def host_memory() -> tuple[float, float]:
 
 
 def _container_memory() -> Iterator[tuple[int, int]]:
-    """What :func:`host_memory` is by each limit of a control group (``/proc/meminfo`` has none)."""
+    """:func:`host_memory` by each limit of a control group (``/proc/meminfo`` has no limits)."""
     with suppress(OSError):
         for line in (ROOT / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -50,7 +50,7 @@ def _container_memory() -> Iterator[tuple[int, int]]:
                 continue
             folder, limit, used, files = CGROUPS[controllers]
             group = ROOT / folder / path.lstrip("/")
-            for place in (group, *group.parents):  # those above it limit it too
+            for place in (group, *group.parents):  # its parents limit it too
                 with suppress(OSError, KeyError, ValueError):  # no such file, or no limit: "max"
                     whole = int((place / limit).read_text())
                     facts = _facts(place / "memory.stat")
@@ -59,5 +59,5 @@ def _container_memory() -> Iterator[tuple[int, int]]:
 
 
 def _facts(path: Path) -> dict[str, int]:
-    """The lines ``name number`` of a file of the kernel's."""
+    """The numbers by name in a kernel's file with lines ``name number``."""
     return {name: int(value) for name, value, *_ in map(str.split, path.read_text().splitlines())}

@@ -1,4 +1,4 @@
-"""A model in memory as a checkpoint directory, for as long as a run reads it."""
+"""Saves a model in memory as a checkpoint directory, for as long as a run reads it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +13,10 @@ from qtool.runtime.load import load_tokenizer
 
 
 def require_model(model: object) -> None:
-    """Check that what is neither a path nor a name is a model of transformers.
+    """Check that a ``model`` which is neither a path nor a name is a model of transformers.
 
     Raises:
-        QtoolError: it is not.
+        QtoolError: it is not a model of transformers.
     """
     if not isinstance(model, PreTrainedModel):
         raise QtoolError(
@@ -25,10 +25,10 @@ def require_model(model: object) -> None:
 
 
 def require_tokenizer(tokenizer: object) -> None:
-    """Check that the tokenizer of a model in memory is one of transformers, and no name.
+    """Check that the tokenizer of a model in memory is one of transformers, not a name.
 
     Raises:
-        QtoolError: it is not.
+        QtoolError: it is not a tokenizer of transformers.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise QtoolError(
@@ -39,15 +39,15 @@ def require_tokenizer(tokenizer: object) -> None:
 
 @contextmanager
 def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[Path]:
-    """A temporary directory with ``model`` in safetensors and its tokenizer, if it can be had.
+    """A temporary directory with ``model`` in safetensors, and its tokenizer if there is one.
 
     Args:
-        tokenizer: by default that of the directory or hub id the model was loaded from, where it
-            is on this machine.
+        tokenizer: by default the tokenizer of the directory or hub id from which the model was
+            loaded, if it is on this machine.
 
     Raises:
-        QtoolError: it is no model of transformers, or one that is quantized or has no weights, or
-            the tokenizer is none.
+        QtoolError: ``model`` is not a model of transformers, is quantized or has no weights, or
+            ``tokenizer`` is not a tokenizer.
     """
     require_model(model)
     if tokenizer is not None:

@@ -18,15 +18,15 @@ from qtool.table import render
 
 @dataclass(frozen=True)
 class Row:
-    """A packed linear, or a tensor that is of none.
+    """A packed linear, or a tensor that belongs to none.
 
     Attributes:
-        name: of the linear's module, or of the tensor.
-        scheme: or the tensor's dtype.
-        layout: nothing of a tensor.
-        shape: N and K, or the tensor's.
-        weights: their number.
-        nbytes: of all that is stored of it, but for a bias.
+        name: name of the linear's module, or of the tensor.
+        scheme: scheme of the linear, or dtype of the tensor.
+        layout: layout of the linear; empty for a tensor.
+        shape: N and K of the linear, or the tensor's shape.
+        weights: number of weights.
+        nbytes: bytes of all stored tensors of the linear but a bias.
         eight_bit: blocks of 128 input channels with 8-bit activations (w4ax-fmpq); else None.
     """
 
@@ -40,13 +40,13 @@ class Row:
 
     @property
     def w4a4_share(self) -> float | None:
-        """Share of the layer's GEMM work in W4A4; None where the scheme has no such blocks."""
+        """Share of the layer's GEMM work in W4A4; None if the scheme has no such blocks."""
         return None if self.eight_bit is None else w4a4_share([(self.eight_bit, self.shape[0])])
 
     @property
     def bits(self) -> float:
         """Stored bits a weight."""
-        return self.nbytes * 8 / self.weights if self.weights else 0.0  # nothing is quantized
+        return self.nbytes * 8 / self.weights if self.weights else 0.0  # 0: nothing is quantized
 
 
 def inspect(directory: Path) -> list[Row]:
@@ -81,7 +81,7 @@ def total(name: str, rows: Iterable[Row]) -> Row:
 
 
 def as_text(rows: list[Row]) -> str:
-    """Packed linears, a total for them, and one for the rest."""
+    """A table of the packed linears, with their total and a total of all other tensors."""
     packed = [row for row in rows if row.layout]
     table = [
         *packed,

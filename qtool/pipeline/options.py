@@ -32,14 +32,14 @@ class RecipeOverrides:
     """Choices that replace a recipe's own; None leaves the recipe's.
 
     Attributes:
-        target: a GPU (``a100``, ``l40s``, ``h200``, ...): take the granularity that it can afford.
+        target: a GPU (``a100``, ``l40s``, ``h200``, ...), which decides the granularity.
         group_size: input channels a group, or ``"channel"``.
         layout: packed layout of every quantized layer.
         kv: KV-cache quantizer: ``kv8``, ``kv4`` or ``kv4-channel``.
         windows: calibration windows are all of the text (``given``), or started by it and continued
             by the model (``continued``).
-        max_8bit_blocks: of w4ax-fmpq: at most so many 8-bit blocks of 128 channels a layer.
-        for_export: leave out what only qtool's runtime and plugins do: ``online-hadamard``.
+        max_8bit_blocks: most 8-bit blocks of 128 channels in a layer of w4ax-fmpq.
+        for_export: leave out ``online-hadamard``, which only qtool's runtime and plugins run.
     """
 
     target: str | None = None
@@ -61,7 +61,7 @@ class RecipeOverrides:
 
         Args:
             recipe: a variant (``fast``, ``paper``, ``best``), a YAML file, its content, or a
-                recipe; by default ``fast``, or ``paper`` where ``calibrated``.
+                recipe; by default ``fast``, or ``paper`` if ``calibrated``.
 
         Raises:
             QtoolError: an unknown scheme, variant, GPU or KV quantizer, a recipe that does not
@@ -112,14 +112,15 @@ class QuantizeOptions(RecipeOverrides):
     """All options of a run; :class:`QuantizeKeywords` are the same as keywords of a function.
 
     Attributes:
-        samples: calibration windows; by default what the parts of a mix say, or 128.
-        seqlen: tokens a window, at most the model's context.
-        seed: of the choice of windows, and of the tokens that the model continues them with.
-        data_dir: a directory with local copies of corpora; by default ``QTOOL_DATA_DIR``'s.
-        activations: where calibration activations are between blocks: ``device``, ``host``,
+        samples: number of calibration windows; by default that of the parts of a mix, or 128.
+        seqlen: tokens in a window, at most the model's context.
+        seed: seed of the choice of windows, and of the tokens with which the model continues them.
+        data_dir: directory with local copies of corpora; by default that of ``QTOOL_DATA_DIR``.
+        activations: place of calibration activations between blocks: ``device``, ``host``,
             ``disk``, or ``auto``, the first with room.
         resume: continue an unfinished run.
-        dtype: ``bfloat16``, ``float16`` or ``float32``: cast what is not packed.
+        dtype: ``bfloat16``, ``float16`` or ``float32``, to which tensors that are not packed are
+            cast; by default they are not cast.
         keep_unknown: copy tensors that the model's family does not know.
         adapter: a LoRA adapter (a directory or a hub id) that is merged into the weights as they
             are read.
@@ -181,7 +182,7 @@ class QuantizeOptions(RecipeOverrides):
 
 
 class QuantizeKeywords(TypedDict, total=False):
-    """The fields of :class:`QuantizeOptions`, each of which may be left out; ``kv`` is apart."""
+    """The fields of :class:`QuantizeOptions` but ``kv``; each of them may be left out."""
 
     target: str | None
     group_size: int | str | None
@@ -201,9 +202,9 @@ class QuantizeKeywords(TypedDict, total=False):
 
 
 def granularity(scheme: str | None, target: str) -> tuple[str, str]:
-    """The scheme whose granularity suits the GPU ``target``, and why.
+    """The scheme whose granularity suits the GPU ``target``, and the reason.
 
-    APEX4 section 3.2.2, QServe section 5.3.
+    The rules are those of APEX4 section 3.2.2 and QServe section 5.3.
 
     Raises:
         QtoolError: an unknown GPU, or a scheme that has no granularity to choose.
@@ -232,7 +233,7 @@ def group_size(name: str, value: int | str) -> int | None:
     """The input channels of a group; None for the whole channel.
 
     Raises:
-        QtoolError: a value that is none; naming it.
+        QtoolError: ``value`` is no group size; the message names it.
     """
     if value == WHOLE_CHANNEL:
         return None

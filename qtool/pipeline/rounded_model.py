@@ -1,6 +1,6 @@
 """A checkpoint's model with 4-bit weights, rounded to nearest and packed in memory.
 
-It continues calibration windows where the model itself does not fit on a GPU.
+It continues calibration windows if the model itself does not fit on a GPU.
 """
 
 from collections import defaultdict
@@ -21,18 +21,18 @@ from qtool.pipeline.streaming import embedding_and_head
 from qtool.pipeline.streaming.streamed_blocks import StreamedBlocks
 from qtool.runtime.load import load_tensors
 
-#: blocks that are read and rounded side by side: a thread reads less than a disk or a cache gives
+#: number of blocks read and rounded in parallel, since one thread does not reach a disk's rate
 THREADS = 4
 
 
 def load_rounded(source: Checkpoint, device: torch.device) -> PreTrainedModel:
-    """The model that ``load`` would give on ``device`` after ``quantize --recipe fast``.
+    """The model that ``load`` would return on ``device`` after ``quantize --recipe fast``.
 
     Its scheme is :data:`~qtool.pipeline.planning.memory.ROUNDED_SCHEME`. Weights pass through the
-    device one by one; what is packed is on the host meanwhile.
+    device one by one; packed weights are kept on the host until all are done.
 
     Raises:
-        QtoolError: a linear's shape is not for the scheme, or transformers refuses the model.
+        QtoolError: the scheme cannot have a linear's shape, or transformers refuses the model.
     """
     job = job_of(source, recipes.load(ROUNDED_SCHEME, "fast"), keep_unknown=True)
     blocks, shards = StreamedBlocks(source, job, device), job.shards()[1:-1]

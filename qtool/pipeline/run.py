@@ -1,4 +1,4 @@
-"""One run by names: find the model, fit the recipe, cut the text, carry out the job."""
+"""Carries out a run by names: finds the model, fits the recipe, cuts the text, runs the job."""
 
 from collections.abc import Collection
 from dataclasses import fields
@@ -22,7 +22,7 @@ from qtool.pipeline.summary import Quantized, summarize
 from qtool.progress import Progress
 from qtool.recipes import Recipe
 
-#: options that only a recipe which looks at activations uses
+#: options that only matter to a recipe that uses calibration data
 CALIBRATING = ("windows", "samples", "seqlen", "seed", "data_dir", "activations")
 
 

@@ -1,10 +1,11 @@
-"""Chooses a scheme for each group of linears by what it costs the model, under a size limit.
+"""Chooses a scheme for each group of linears by its cost to the model, under a size limit.
 
-A group is the linears of a block that read one input, which engines run as one. Its cost in a
-scheme is the KL divergence of the model's output from the float model's, in nats a token, with only
-that group rounded to nearest; the costs of several groups are taken to add up. The choice is then a
-multiple-choice knapsack (Sinha and Zoltners, 1979), solved exactly for the budget. The curve beside
-it is that of the greedy algorithm, each point of which is the best one for its own bits.
+A group is the linears of a block that read one input, which engines run as one. The cost of a
+scheme for a group is the KL divergence of the model's output from the float model's, in nats a
+token, with only that group rounded to nearest; the costs of several groups are assumed to add up.
+The choice is then a multiple-choice knapsack (Sinha and Zoltners, 1979), solved exactly for the
+budget. The reported curve comes from the greedy algorithm, each point of which is the best for its
+own number of bits.
 """
 
 import re
@@ -44,9 +45,9 @@ from qtool.recipes import Recipe
 from qtool.recipes.schema import GIVEN, LayerRule
 from qtool.runtime.load import load
 
-#: the choice of weights as they are
+#: the choice that leaves weights unquantized
 SIXTEEN = "none"
-#: points of the curve whose divergence is measured
+#: number of points of the curve whose divergence is measured
 MEASURED = 6
 #: a block, and the names of linears within it
 Group: TypeAlias = tuple[int, tuple[str, ...]]
@@ -67,8 +68,8 @@ class Point:
 
     Attributes:
         bits: stored bits a weight.
-        predicted: the divergence as the sum of what each group costs alone, nats a token.
-        measured: the divergence of the model; None where it was not measured.
+        predicted: the predicted divergence: the sum of the costs of single groups, nats a token.
+        measured: the divergence of the model; None if it was not measured.
     """
 
     bits: float
@@ -81,12 +82,12 @@ class Sensitivity:
     """A recipe and its point.
 
     Attributes:
-        recipe: that was written.
-        chosen: its point.
-        curve: from the smallest choice for all groups on, through the chosen point; no choice of so
-            few bits is predicted to diverge less than a point of it.
-        uniform: each choice for all groups.
-        options: of each group, what each choice costs it.
+        recipe: the recipe that was written.
+        chosen: the point of this recipe.
+        curve: points from the smallest choice for all groups on, through the chosen point. No
+            choice with as few bits as a point has a smaller predicted divergence.
+        uniform: points of each choice for all groups.
+        options: the options of each group, with the cost of each choice.
     """
 
     recipe: Recipe
@@ -96,7 +97,7 @@ class Sensitivity:
     options: dict[str, list[Option]]
 
     def measured(self) -> list[tuple[Point, str]]:
-        """The points whose divergence was measured, by bits, and what each of them is."""
+        """The points whose divergence was measured, by bits, each with a text on what it is."""
         points: dict[Point, list[str]] = {
             point: []
             for point in (*self.curve, *self.uniform.values())
@@ -114,8 +115,8 @@ def recipes_of(choices: Sequence[str]) -> dict[str, Recipe | None]:
     A choice is ``w4a16``, or has a group size: ``w4a16:64``, ``w4a16:channel``.
 
     Raises:
-        QtoolError: fewer than two, none that quantizes, an unknown scheme, or one whose recipe
-            mixes schemes.
+        QtoolError: there are fewer than two choices, none that quantizes, an unknown scheme, or a
+            scheme whose recipe mixes schemes.
     """
     found: dict[str, Recipe | None] = {}
     for choice in choices:
@@ -140,10 +141,10 @@ def recipes_of(choices: Sequence[str]) -> dict[str, Recipe | None]:
 
 
 def allocations(options: Mapping[Group, Sequence[Option]]) -> Iterator[dict[Group, Option]]:
-    """From the smallest option of every group on, each time the change that saves most a bit.
+    """Allocations from the smallest option of every group on, each with one group changed.
 
-    These are the vertices of the lower convex hull of all allocations: none of so few bits has less
-    divergence.
+    The change lowers the divergence most for each bit. These are the vertices of the lower convex
+    hull of all allocations: none with as few bits has less divergence.
     """
     chosen = {
         group: min(of, key=lambda option: (option.bits, option.kl)) for group, of in options.items()
@@ -167,13 +168,13 @@ def best_allocation(
 ) -> dict[Group, Option]:
     """The allocation of least divergence within ``budget`` bits.
 
-    It is found by dynamic programming, group by group. A partial allocation is dropped where
-    another one has fewer bits and diverges less, or where the Lagrangian bound rules it out: with
-    a ``price`` on each bit, that of the step beyond the budget, no allocation costs less than the
-    vertex ``below``, and one that costs ``slack`` more cannot diverge less within the budget.
+    It is found by dynamic programming, group by group. A partial allocation is dropped if another
+    one has fewer bits and diverges less, or if the Lagrangian bound excludes it: with a ``price``
+    for each bit (that of the step beyond the budget), no allocation costs less than the vertex
+    ``below``, and one that costs ``slack`` more cannot diverge less within the budget.
 
     Args:
-        budget: at least the bits of the smallest options.
+        budget: number of bits, at least that of the smallest options.
     """
     below, total = {}, (0, 0.0)
     for above in allocations(options):
@@ -186,7 +187,7 @@ def best_allocation(
     price = (total[1] - kl) / (bits - total[0])
     rounding = 1e-9 * (total[1] + price * total[0])
     slack, least = price * (budget - total[0]) + rounding, 0.0
-    partial: list[tuple[int, float, Any]] = [(0, 0.0, None)]  # and the option, after which others
+    partial: list[tuple[int, float, Any]] = [(0, 0.0, None)]  # bits, divergence, linked options
     for of in options.values():
         least += min(option.kl + price * option.bits for option in of)
         longer = [
@@ -210,8 +211,8 @@ class Candidates:
     """The choices for each group of ``job``'s linears: their formats, and the bits that they store.
 
     Args:
-        groups: all that may be quantized.
-        choices: recipes of one scheme each by name; None: 16 bits.
+        groups: all groups that may be quantized.
+        choices: recipes of one scheme each, by name; None means 16 bits.
     """
 
     def __init__(
@@ -253,10 +254,10 @@ class Candidates:
         )
 
     def require_budget(self, budget_bits: float) -> None:
-        """Check that ``budget_bits`` a weight leave something to choose.
+        """Check that a budget of ``budget_bits`` a weight leaves a choice.
 
         Raises:
-            QtoolError: a budget below the smallest choice, or for the weights as they are.
+            QtoolError: the budget is below the smallest choice, or enough for unquantized weights.
         """
         least = sum(min(self.bits(g, c) for c in self.choices) for g in self.groups) / self.weights
         if budget_bits < least:
@@ -269,7 +270,7 @@ class Candidates:
             )
 
     def options(self, group: Group, probe: Probe) -> list[Option]:
-        """Each choice for ``group`` with its divergence, all other groups in float."""
+        """Each choice for ``group`` with its divergence while all other groups are in float."""
         return [
             Option(
                 choice, self.bits(group, choice), probe.divergence(self.formats({group: choice}))
@@ -278,7 +279,7 @@ class Candidates:
         ]
 
     def point(self, chosen: Mapping[Group, Option], probe: Probe | None = None) -> Point:
-        """The point of an option for each group; ``probe`` measures its divergence."""
+        """The point of the options ``chosen`` for the groups; ``probe`` measures its divergence."""
         bits = sum(option.bits for option in chosen.values()) / self.weights
         predicted = sum(option.kl for option in chosen.values())
         formats = self.formats({group: option.choice for group, option in chosen.items()})
@@ -298,12 +299,12 @@ def sensitivity(
 
     Args:
         windows: batches ``[B, S]`` on which the divergence is measured.
-        choices: what :func:`recipes_of` takes.
-        budget_bits: most stored bits a weight, over all that may be quantized.
+        choices: choices as in :func:`recipes_of`.
+        budget_bits: most stored bits a weight, over all weights that may be quantized.
 
     Raises:
-        QtoolError: a budget below the smallest choice or for 16 bits everywhere, or linears that
-            the model holds joined.
+        QtoolError: the budget is below the smallest choice or enough for 16 bits everywhere, or the
+            model holds linears joined.
     """
     candidates = Candidates(job, _groups(job, model), recipes_of(choices))
     candidates.require_budget(budget_bits)
@@ -350,15 +351,15 @@ def write_recipe(
     device: str,
     progress: Progress | None = None,
 ) -> Sensitivity:
-    """:func:`sensitivity` of the model in ``directory``, and its two files: see the public API.
+    """Write both files of :func:`sensitivity` for the model in ``directory``: see the public API.
 
     Args:
-        recipe: the variant that the methods are of, among the recipes of the first choice that
-            quantizes; :func:`qtool.recipes.load` says which it is where there is none of that name.
-        text: the calibration text, by default as of :func:`qtool.pipeline.run.run`.
+        recipe: the variant that gives the methods, among the recipes of the first choice that
+            quantizes; if there is none of that name, as in :func:`qtool.recipes.load`.
+        text: the calibration text; by default as in :func:`qtool.pipeline.run.run`.
 
     Raises:
-        QtoolError: anything wrong with the input, or a file that exists.
+        QtoolError: anything wrong with the input, or a file already exists.
     """
     require_positive("--budget-bits", budget_bits)
     facts_file = out.with_suffix(".json")
@@ -367,7 +368,7 @@ def write_recipe(
         raise QtoolError(f"--recipe {recipe!r}: {suggest(recipe, recipes.VARIANTS)}")
     first = next(filter(None, recipes_of(choices).values()))
     source = Checkpoint(directory)
-    methods = recipes.load(first.scheme, default=recipe)  # a registered one may lack it
+    methods = recipes.load(first.scheme, default=recipe)  # a registered recipe may lack it
     job = job_of(source, replace(methods, layers=first.layers))
     require_tied(source, job)
     windows = windows_of(
@@ -394,7 +395,7 @@ def write_recipe(
 
 
 def _require_writable(out: Path, facts_file: Path) -> None:
-    """Refuse now what could not be written once all is measured, which takes long."""
+    """Refuse files that could not be written, before the measurements, which take long."""
     for path in (out, facts_file):
         if path.exists():
             raise QtoolError(f"{path} exists already; choose another --out or remove it")
@@ -407,7 +408,7 @@ def _require_writable(out: Path, facts_file: Path) -> None:
 
 
 def _require_memory(job: Job, windows: Sequence[Tensor]) -> None:
-    """Refuse windows for which the model's log-probabilities, float32, are too many to keep."""
+    """Refuse windows if the model's log-probabilities for them, in float32, do not fit memory."""
     need = 4 * job.namespace.vocab_size * sum(ids.numel() for ids in windows)
     if need > (free := HOST_SHARE * host_memory()[1]):
         raise QtoolError(
@@ -418,9 +419,9 @@ def _require_memory(job: Job, windows: Sequence[Tensor]) -> None:
 
 
 def _groups(job: Job, model: PreTrainedModel) -> list[Group]:
-    """The groups of all blocks; all routed experts of a block are one, for kernels run them so.
+    """The groups of all blocks. The routed experts of a block are one group: kernels run them so.
 
-    ``model`` gets linears in place of stacked experts and ``Conv1D``.
+    Stacked experts and ``Conv1D`` in ``model`` are replaced by linears.
     """
     replace_conv1d(model)
     separate_experts(model)
@@ -441,7 +442,7 @@ def _groups(job: Job, model: PreTrainedModel) -> list[Group]:
 def _rules(
     job: Job, formats: Mapping[Group, Mapping[str, LinearFormat | None]]
 ) -> Iterator[LayerRule]:
-    """One rule for all blocks whose linears have the same format."""
+    """Layer rules, one for all blocks whose linears have the same format."""
     blocks: dict[tuple[tuple[str, ...], LinearFormat | None], list[str]] = {}
     for (block, linears), of in formats.items():
         for linear_format in dict.fromkeys(of.values()):

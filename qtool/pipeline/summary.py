@@ -12,8 +12,8 @@ from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.units import bytes_text, duration, times
 
-#: rounding that notes an error of each linear: what of, and the note's key. GPTQ rounds linears
-#: that saw few tokens to nearest, which notes theirs
+#: by rounding that notes an error of each linear: the quantity, and the key in the note. GPTQ
+#: rounds linears that saw few tokens to nearest, so these have a note of rtn
 NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}
 
 
@@ -22,15 +22,15 @@ class Quantized:
     """A native checkpoint that a run wrote; it is a path-like object.
 
     Attributes:
-        directory: of the checkpoint.
-        source: of what it was made from, as the caller named it; empty for a model in memory.
-        source_bytes: of the tensors in the files of the source.
-        nbytes: of those in its own.
-        seconds: of the run, its resumptions included; None where nothing recorded them.
-        error_of: ``weight`` or ``output``, what the errors are of; nothing where none was noted.
-        errors: relative error of each linear where one of that kind was noted, by full name.
+        directory: directory of the checkpoint.
+        source: the source model as the caller named it; empty for a model in memory.
+        source_bytes: bytes of the tensors in the source's files.
+        nbytes: bytes of the tensors in the checkpoint's files.
+        seconds: seconds of the run, its resumptions included; None if they were not recorded.
+        error_of: the quantity with the errors, ``weight`` or ``output``; empty if none was noted.
+        errors: relative error of each linear with a noted error of that kind, by full name.
         imported: codes were repacked, nothing was quantized.
-        adapter: directory of one that was merged into the source, which thus is no baseline.
+        adapter: directory of the adapter that was merged, if any; the source is then no baseline.
     """
 
     directory: Path
@@ -48,7 +48,7 @@ class Quantized:
 
     @property
     def ratio(self) -> float:
-        """The factor by which it is smaller than its source."""
+        """The factor by which the checkpoint is smaller than its source."""
         return self.source_bytes / self.nbytes
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Quantized:
         return f"{size}\nnext: qtool {f'verify {where}' if self.imported else following}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data, for ``--json``."""
+        """The summary as plain data, for ``--json``."""
         return asdict(self) | {"directory": str(self.directory), "ratio": self.ratio}
 
 
@@ -99,9 +99,9 @@ def summarize(directory: Path, source: Checkpoint, name: str) -> Quantized:
 def noted_errors(
     blocks: Sequence[Mapping[str, Any]],
 ) -> tuple[str, dict[tuple[int, str], float]]:
-    """Errors in the notes of ``blocks``, by block and linear, and what they are of.
+    """The quantity with the errors in the notes of ``blocks``, and the errors by block and linear.
 
-    That is ``output`` where any is noted, else ``weight``; nothing where none is.
+    The quantity is ``output`` if such an error is noted, else ``weight``; empty if none is noted.
     """
     for method, (what, key) in NOTED.items():
         errors = {
@@ -116,7 +116,7 @@ def noted_errors(
 
 
 def shard_facts(notes: Mapping[str, Any]) -> str:
-    """A progress line on a shard: peak memory of this process, the block's largest error."""
+    """A progress line about a shard: peak memory of this process, and the block's largest error."""
     errors = noted_errors([notes])[1].values()
     worst = f", largest error {max(errors):.4f}" if errors else ""
     return f"peak {bytes_text(peak_host_bytes())}{worst}"

@@ -2,7 +2,7 @@
 
 
 def bytes_text(nbytes: float) -> str:
-    """``1.03 GB``, ``15.2 MB``, ``640 kB``: three digits."""
+    """A byte count with three digits: ``1.03 GB``, ``15.2 MB``, ``640 kB``."""
     for size, unit in ((1e9, "GB"), (1e6, "MB")):
         if nbytes >= 0.9995 * size:
             value = nbytes / size
@@ -11,13 +11,13 @@ def bytes_text(nbytes: float) -> str:
 
 
 def times(before: float, after: float) -> str:
-    """``2.02 times smaller``, or ``larger``: what ``after`` is beside ``before``."""
+    """A text that compares ``after`` with ``before``: ``2.02 times smaller``, or ``larger``."""
     word = "smaller" if after <= before else "larger"
     return f"{max(before, after) / min(before, after):.2f} times {word}"
 
 
 def duration(seconds: float) -> str:
-    """``0.4 s``, ``95 s``, ``12 min``, ``3.5 h``."""
+    """A duration as text: ``0.4 s``, ``95 s``, ``12 min``, ``3.5 h``."""
     if seconds < 120:
         return f"{seconds:.{0 if seconds >= 9.95 else 1}f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

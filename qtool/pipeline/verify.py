@@ -35,8 +35,8 @@ class Verified:
     """The outcome for one linear, or for one file.
 
     Attributes:
-        name: of the linear's module, or of the file.
-        problem: what is wrong, in a sentence; empty if all checks passed.
+        name: name of the linear's module, or of the file.
+        problem: a sentence on what is wrong; empty if all checks passed.
         ran: the arithmetic that computed the output.
         error: relative distance (Frobenius) of the output from the float64 reference.
     """
@@ -53,7 +53,7 @@ def verify(directory: Path, *, device: str | torch.device = "cpu") -> Iterator[V
     A checkpoint in which nothing is quantized is a problem too.
 
     Raises:
-        QtoolError: if it is not a native checkpoint at all, or the device is not there.
+        QtoolError: ``directory`` is no native checkpoint, or the device does not exist.
     """
     where, checkpoint = require_device(device), Checkpoint(directory)
     checkpoint_format = native_format(checkpoint.config)
@@ -146,7 +146,7 @@ def _require_equal_sums(linear: QuantLinear, x: Tensor, kernel: Kernel) -> None:
 
 def _reference(linear: QuantLinear, x: Tensor, codes: Tensor, params: dict[str, Tensor]) -> Tensor:
     scheme = linear.format.scheme_object
-    # x has 16 bits for kernels that take nothing else, and what they read is rounded to them
+    # x has 16 bits for kernels that take nothing else, and their rearranged input is rounded to it
     arranged = linear.arranged(x).to(x.dtype)
     y = (
         scheme.fake_activation(arranged.float(), params).double()
