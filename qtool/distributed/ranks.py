@@ -1,8 +1,8 @@
 """Collectives of one run in several processes, started by ``torchrun`` or ``accelerate launch``.
 
-Calibration batch i belongs to rank ``i mod R``. What is added up over batches is added in the order
-of the batches, and what is computed once is computed as one process would, so the result does not
-depend on R. A process alone is rank 0 of 1: nothing here then costs anything.
+Calibration batch i belongs to rank ``i mod R``. Sums over batches are added in the order of the
+batches, and all else is computed as a single process would, so the result does not depend on R. A
+process alone is rank 0 of 1, and nothing here then costs anything.
 
 Legend: R ranks.
 """
@@ -26,9 +26,9 @@ from qtool.errors import Interrupted, QtoolError
 T = TypeVar("T")
 S = TypeVar("S")
 
-#: of a collective; a rank that dies is found much earlier (:mod:`qtool.distributed.watch`)
+#: timeout of a collective; a dead rank is found much earlier (:mod:`qtool.distributed.watch`)
 TIMEOUT = timedelta(hours=2)
-#: its name since torch 2.13, where the other one warns
+#: torch 2.13 renamed this function, and the old name warns
 _all_gather_flat: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
@@ -57,7 +57,7 @@ def size() -> int:
 
 
 def local_size() -> int:
-    """The number of processes on this machine, as the launcher says it; all, if it does not."""
+    """The number of processes on this machine by the launcher, or of all if it does not say."""
     return min(_world.size, int(os.environ.get("LOCAL_WORLD_SIZE", _world.size)))
 
 
@@ -71,17 +71,17 @@ def log(line: str) -> None:
 def process_group(device: str) -> Iterator[str]:
     """Join the ranks that the launcher started; yields this rank's device.
 
-    It is the current one meanwhile. ``cuda`` becomes the current one, of several ranks
-    cuda:LOCAL_RANK.
+    It is the current device while the context is open. ``cuda`` becomes the current GPU, or
+    cuda:LOCAL_RANK if there are several ranks.
 
     Raises:
-        QtoolError: a device that the ranks cannot share out.
+        QtoolError: the ranks cannot share the device.
     """
     global _world
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
-            # a bare cuda is the caller's current GPU, and would be GPU 0 to every other thread
+            # "cuda" is the caller's current GPU, but in every other thread it would be GPU 0
             yield f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
         return
     device = _own_device(device)
@@ -93,7 +93,7 @@ def process_group(device: str) -> Iterator[str]:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
     _world = World(number, count, device)
-    yield device  # after an error the process ends as it is: a collective may be under way
+    yield device  # after an error the process ends without cleanup: a collective may be running
     barrier()
     watch.end()
     _world = World()
@@ -102,7 +102,7 @@ def process_group(device: str) -> Iterator[str]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """This process is rank 0 of 1 meanwhile, for work that one rank does for all."""
+    """While open, this process is rank 0 of 1, for work that one rank does for all."""
     global _world
     world, _world = _world, World()
     try:
@@ -126,7 +126,7 @@ def _own_device(device: str) -> str:
 
 
 def local_items(items: Sequence[T]) -> list[T]:
-    """The items of this rank: one in R."""
+    """The items of this rank: every R-th one."""
     return list(items[_world.rank :: _world.size])
 
 
@@ -138,14 +138,14 @@ def all_gather_batches(own: Sequence[T]) -> list[T]:
 
 
 def interleave(lists: Sequence[Sequence[T]]) -> list[T]:
-    """Lists of :func:`all_gather`, one a rank, as one list in the order of all batches."""
+    """The lists of all ranks, from :func:`all_gather`, as one list in the order of all batches."""
     return [lists[i % len(lists)][i // len(lists)] for i in range(sum(map(len, lists)))]
 
 
 def lockstep(own: Sequence[T], count: int | None = None) -> Iterator[T | None]:
-    """One's own items, then None until all ranks had the same number of turns.
+    """This rank's own items, then None until all ranks have had the same number of turns.
 
-    ``count``: how many items all ranks have, if that is known.
+    ``count`` is the number of items of all ranks, if it is known.
     """
     turns = max(all_gather(len(own))) if count is None else -(-count // _world.size)
     yield from own
@@ -153,7 +153,7 @@ def lockstep(own: Sequence[T], count: int | None = None) -> Iterator[T | None]:
 
 
 def all_gather(value: T) -> list[T]:
-    """``value`` of each rank, by rank; tensors in it go from device to device."""
+    """``value`` of each rank, by rank; tensors in it are sent from device to device."""
     if _world.size == 1:
         return [value]
     blob, tensors = serialization.split_tensors(value)
@@ -170,7 +170,7 @@ def all_gather(value: T) -> list[T]:
 
 
 def _exchange(own: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """The bytes ``own`` of each rank, by rank, of which there are ``sizes``."""
+    """The bytes ``own`` of each rank, by rank; ``sizes`` are their numbers."""
     if len(set(sizes)) == 1 and sizes[0]:
         whole = own.new_empty(len(sizes), len(own))
         with _collective():
@@ -187,7 +187,7 @@ def _exchange(own: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 
 
 def barrier() -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called this function."""
     all_gather(None)
 
 
@@ -201,7 +201,7 @@ def map_items(
 ) -> list[S]:
     """``function`` of all items, each computed by one rank and sent to all.
 
-    The dearest items are given out first.
+    The most expensive items are assigned first.
     """
     return map_groups(lambda own: [function(item) for item in own], items, cost)
 
@@ -211,7 +211,7 @@ def map_groups(
     items: Sequence[T],
     cost: Callable[[T], float] = lambda _: 1.0,
 ) -> list[S]:
-    """:func:`map_items` where ``function`` takes all the items of a rank at once."""
+    """:func:`map_items` for a ``function`` that takes all items of a rank at once."""
     if _world.size == 1:
         return list(function(items))
     owners, loads = [0] * len(items), [0.0] * _world.size
@@ -229,7 +229,7 @@ def map_groups(
 def map_scalars(function: Callable[[T], Tensor], items: Sequence[T]) -> Tensor:
     """:func:`map_items` for numbers ``[]`` float64 on the device, in one exchange.
 
-    No process waits for it.
+    No process waits for the result.
     """
     own = [function(item) for item in local_items(items)]
     if _world.size == 1:
@@ -237,12 +237,12 @@ def map_scalars(function: Callable[[T], Tensor], items: Sequence[T]) -> Tensor:
     found = torch.zeros(len(items), dtype=torch.float64, device=_world.device)
     if own:
         found[_world.rank :: _world.size] = torch.stack(own)
-    all_reduce(found)  # each number and zeros: exact
+    all_reduce(found)  # each sum is a number plus zeros, hence exact
     return found
 
 
 def local_rows(count: int, unit: int = 1) -> slice:
-    """The rows of this rank, of ``count``; in whole units, if there are enough for all ranks."""
+    """This rank's share of ``count`` rows, in whole units if there are enough for all ranks."""
     if count < unit * _world.size:
         unit = 1
     units, number, size = -(-count // unit), _world.rank, _world.size
@@ -262,10 +262,10 @@ def all_reduce(tensor: Tensor) -> None:
 class OrderedSum:
     """A sum over batches in the order of the batches, whichever rank has which batch.
 
-    While the next batch is computed the terms of the last one travel.
+    The terms of the last batch are sent while the next batch is computed.
 
     Args:
-        room: numbers that :attr:`memory` has room for where one rank sums alone.
+        room: number of elements that :attr:`memory` holds if one rank sums alone.
     """
 
     def __init__(self, count: int, device: torch.device, room: int = 0) -> None:
@@ -275,24 +275,24 @@ class OrderedSum:
         )
         self._own = torch.zeros(share, device=device) if _world.size > 1 else None
         self._sent: tuple[Any, Tensor, Tensor] | None = (
-            None  # the exchange under way, what is sent and received
+            None  # the running exchange, and the tensors that it sends and receives
         )
 
     @property
     def tensor(self) -> Tensor:
         """The term ``[count]`` of the current batch, to be added to before :meth:`step`.
 
-        After it this is another tensor, of zeros.
+        After :meth:`step` it is another tensor, of zeros.
         """
         return self._term[: self._count]
 
     @property
     def memory(self) -> Tensor:
-        """The whole tensor of which :attr:`tensor` is the beginning."""
+        """The whole tensor; :attr:`tensor` is its beginning."""
         return self._term
 
     def step(self) -> None:
-        """After a batch: each rank adds the terms of all, in order, to its share of the sum."""
+        """End a batch: each rank adds the terms of all ranks, in order, to its share of the sum."""
         if self._own is None:
             return
         spare = self._settle()
@@ -303,7 +303,7 @@ class OrderedSum:
         self._term = torch.zeros_like(self._term) if spare is None else spare.zero_()
 
     def _settle(self) -> Tensor | None:
-        """Add the terms under way; the tensor that they were sent from."""
+        """Add the terms of the running exchange; returns the tensor that was sent."""
         if self._sent is None or self._own is None:
             return None
         work, sent, terms = self._sent
@@ -315,7 +315,7 @@ class OrderedSum:
         return sent
 
     def result(self) -> Tensor:
-        """The sum, after the last turn."""
+        """The sum; to be called after the last batch."""
         if self._own is not None:
             self._settle()
             with _collective():
@@ -326,9 +326,9 @@ class OrderedSum:
 
 @contextmanager
 def _collective() -> Iterator[None]:
-    """Run a collective; if a rank is gone, raise an error that says so."""
+    """Run a collective; if a rank is lost, raise an error that says so."""
     try:
         yield
     except RuntimeError as error:
-        time.sleep(watch.SILENCE + 5)  # the watch ends this process as soon as it knows which
+        time.sleep(watch.SILENCE + 5)  # the watch ends this process once it knows the lost rank
         raise Interrupted(f"the ranks lost each other: {error}") from error

@@ -1,7 +1,7 @@
 """Splits any value into bytes and one buffer of its tensors, to send between devices.
 
-Pickle carries the rest between the ranks of one run, as torch's own collectives do; no file is ever
-unpickled.
+All but the tensors is pickled between the ranks of one run, as in torch's own collectives; no file
+is ever unpickled.
 """
 
 import io
@@ -15,7 +15,7 @@ from torch import Tensor
 #: shape, dtype and kind of device of each tensor, in order
 TensorSpecs = list[tuple[tuple[int, ...], torch.dtype, str]]
 
-#: bytes; tensors in a buffer begin at multiples of it, and buffers end there
+#: bytes; tensors in a buffer begin at multiples of this number, and buffers end at one
 ALIGNMENT = 16
 
 
@@ -23,14 +23,14 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
-        self.numbers: dict[int, int] = {}  # by id: a tensor that occurs often travels once
+        self.numbers: dict[int, int] = {}  # by id, so that a repeated tensor is sent once
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
             return None
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.tensors)
-            self.tensors.append(value)  # alive as long as its id counts
+            self.tensors.append(value)  # kept alive, so that its id stays unique
         return self.numbers[id(value)]
 
 
@@ -52,12 +52,12 @@ def split_tensors(value: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def specs_of(tensors: Sequence[Tensor]) -> TensorSpecs:
-    """Shapes, dtypes and devices, by which another process makes room for ``tensors``."""
+    """Shapes, dtypes and devices of ``tensors``, for another process to allocate a buffer."""
     return [(tuple(t.shape), t.dtype, t.device.type) for t in tensors]
 
 
 def size(specs: TensorSpecs) -> int:
-    """The bytes of a buffer for the tensors, so that another may follow it."""
+    """The bytes of a buffer for the tensors, aligned so that another buffer may follow."""
     places = _places(specs)
     return _aligned(places[-1].stop) if places else 0
 
@@ -76,7 +76,7 @@ def pack(tensors: Sequence[Tensor], specs: TensorSpecs, into: Tensor) -> None:
 def join_tensors(blob: bytes, specs: TensorSpecs, packed: Tensor) -> Any:
     """The value of :func:`split_tensors`, from its bytes and the buffer.
 
-    Tensors that were on a CPU are on this one, others where the buffer is.
+    Tensors that were on a CPU are on this process's CPU, others on the buffer's device.
     """
     tensors = [
         packed[place].view(dtype).view(shape).to("cpu" if kind == "cpu" else packed.device)

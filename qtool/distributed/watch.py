@@ -1,10 +1,10 @@
-"""Ends a run whose ranks can no longer finish, where torchrun does not.
+"""Ends a run whose ranks can no longer finish, in cases in which torchrun does not.
 
-torchrun ends all ranks as soon as the process of one dies. It does not see a rank that hangs or
-whose machine is gone, and when one rank fails by itself it lets the others print the same error. So
-every rank gives a sign of life each second through the store that torchrun set up, and a thread of
-each listens to the others': where one is silent for :data:`SILENCE`, the run ends with a sentence
-that names it; where one fails by itself it says why, and the others leave without a word.
+torchrun ends all ranks as soon as the process of one dies. It does not detect a rank that hangs or
+whose machine is lost, and if one rank fails by itself, all others print errors too. So every rank
+writes a heartbeat each second to the store that torchrun set up, and a thread of each rank reads
+those of the others. If a rank is silent for :data:`SILENCE` seconds, the run ends with a sentence
+that names it. If a rank fails by itself, it says why, and the others end without a message.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import time
 from threading import Event, Thread
 from typing import Any, NoReturn
 
-#: seconds between two signs of life; seconds without one after which a rank counts as lost
+#: seconds between two heartbeats; seconds without one after which a rank counts as lost
 BEAT, SILENCE = 1.0, 20.0
 FAILED = 2
 
@@ -24,7 +24,7 @@ class Watch:
     """The thread that listens to the other ranks.
 
     Args:
-        store: a ``torch.distributed`` store, for this thread alone.
+        store: a ``torch.distributed`` store that only this thread uses.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -32,7 +32,7 @@ class Watch:
         self.stopped = Event()
         store.set(f"qtool/beat/{rank}", "0")
         store.set(f"qtool/place/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
-        # waits for all
+        # get waits until the other rank has set it
         self.places = [store.get(f"qtool/place/{other}").decode() for other in range(size)]
         self.thread = Thread(target=self._run, name="watch", daemon=True)
         self.answers = 0
@@ -49,13 +49,13 @@ class Watch:
                 self._listen(heard)
                 self.answers += 1
                 lost = 0
-            except Exception:  # the store's process is gone, or is going
+            except Exception:  # the store's process has ended, or is ending
                 lost += 1
                 if lost == 3:
                     self._leave("the store through which the ranks meet is gone")
 
     def _guard(self) -> None:
-        """End the process if the store does not answer: no timeout of its own ends all waits."""
+        """End the process if the store does not answer; its own timeouts do not end all waits."""
         answers, waited = 0, 0
         while not self.stopped.wait(BEAT):
             waited = waited + 1 if answers == self.answers else 0
@@ -64,9 +64,9 @@ class Watch:
                 self._say("the store through which the ranks meet does not answer")
 
     def _listen(self, heard: dict[int, tuple[bytes, float]]) -> None:
-        """End the process if another rank failed or is silent; ``heard`` is what it last said."""
+        """End the process if another rank failed or is silent; ``heard`` has last heartbeats."""
         if self.store.check(["qtool/failed"]):
-            os._exit(FAILED)  # whoever failed has told why
+            os._exit(FAILED)  # the rank that failed has said why
         now = time.monotonic()
         beats = self.store.multi_get([f"qtool/beat/{other}" for other in range(self.size)])
         for other, beat in enumerate(beats):
@@ -92,16 +92,16 @@ class Watch:
     def fail(self) -> bool:
         """Mark that this rank cannot go on, so that the others end; True if it is the first.
 
-        The first one says why.
+        The first rank to fail says why.
         """
-        first = self.rank == 1  # where the store went with rank 0
+        first = self.rank == 1  # if the store ended with rank 0
         with contextlib.suppress(Exception):
             first = self.store.add("qtool/told", 1) == 1
             self.store.set("qtool/failed", "1")
         return first
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self.stopped.set()
         self.thread.join(5 * BEAT)
 
@@ -110,13 +110,13 @@ _watch: Watch | None = None
 
 
 def begin(store: Any, rank: int, size: int) -> None:
-    """Listen to the other ranks, and let them hear this one, until :func:`end`."""
+    """Listen to the other ranks, and send heartbeats to them, until :func:`end`."""
     global _watch
     _watch = Watch(store, rank, size)
 
 
 def end() -> None:
-    """All ranks are through; called after a barrier, so that none misses this one."""
+    """Stop listening; called after a barrier at which all ranks have finished."""
     global _watch
     if _watch:
         _watch.stop()
@@ -124,14 +124,14 @@ def end() -> None:
 
 
 def fail() -> bool:
-    """This process cannot go on, and the other ranks need not; whether it is the one to say why."""
+    """Mark that this process cannot go on, so that the others end; True if it should say why."""
     if _watch:
         return _watch.fail()
-    return os.environ.get("RANK", "0") == "0"  # before the ranks meet all fail alike
+    return os.environ.get("RANK", "0") == "0"  # all ranks fail alike before they have met
 
 
 def leave(code: int) -> NoReturn:
-    """End the process, at once if there are several ranks: threads of collectives may still run."""
+    """End the process; with several ranks at once, since threads of collectives may still run."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         sys.stdout.flush()
         sys.stderr.flush()
