@@ -32,8 +32,8 @@ from qtool.runtime.load import load, load_tokenizer
 from qtool.runtime.read_linear import load_linear, packed_linears
 
 WINDOWS, TOKENS = 4, 512
-#: transforms that leave every weight as the source has it, or are undone where it is dequantized,
-#: so that a rounded weight can be held against it
+#: transforms that keep every weight of the source, or are undone when it is dequantized, so that a
+#: rounded weight can be compared with the source's
 KEEPS_WEIGHTS = frozenset({"clip", "online-hadamard"})
 
 
@@ -52,13 +52,13 @@ def report(
     It is ``report.html`` in the directory unless ``out`` says otherwise.
 
     Args:
-        compare: the baseline; without it nothing is measured that needs one.
-        tasks: evaluated (and kept in eval.json) first.
+        compare: the baseline; without it the measurements that need one are left out.
+        tasks: tasks that are first evaluated, with results kept in eval.json.
 
     Raises:
-        QtoolError: not a native checkpoint, a baseline of other sizes or that is ``directory``
-            itself, or what an evaluation raises.
-        CheckFailed: a check failed; the page that says which is written.
+        QtoolError: ``directory`` is not a native checkpoint, the baseline has other sizes or is
+            ``directory`` itself, or an evaluation fails.
+        CheckFailed: a check failed; the page is written and names it.
     """
     from qtool.report.page import render  # matplotlib takes seconds to import
 
@@ -89,7 +89,7 @@ def report(
 
 
 def collect(directory: Path, compare: str | None, device: str) -> Report:
-    """All data of the report, measured where it is not recorded.
+    """All data of the report; data that is not recorded is measured.
 
     Nothing is measured on a checkpoint that fails a check.
     """
@@ -121,10 +121,10 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
 
 
 def require_same_sizes(config: Mapping[str, Any], baseline: Mapping[str, Any], name: str) -> None:
-    """Refuse a baseline ``name`` that the model of ``config`` cannot have been made from.
+    """Refuse a baseline ``name`` from which the model of ``config`` cannot have been made.
 
     Raises:
-        QtoolError: naming the first size that differs.
+        QtoolError: names the first size that differs.
     """
     there, here = ({"model_type": one.get("model_type")} for one in (baseline, config))
     if there == here:
@@ -138,13 +138,13 @@ def require_same_sizes(config: Mapping[str, Any], baseline: Mapping[str, Any], n
 
 
 def _required(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of a config.json, whatever it calls them (GPT-2's ``n_embd``)."""
+    """The sizes in a config.json, under any of their names (GPT-2's ``n_embd``)."""
     settings = family_of(config).settings(config)
     return {key: getattr(settings, key, None) for key in REQUIRED}
 
 
 def sizes(rows: Sequence[Row]) -> list[Size]:
-    """The rows of ``inspect``, those of one role and format together."""
+    """The rows of ``inspect``, grouped by role and format."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         stored = f"{row.scheme}, {row.layout}" if row.layout else row.scheme
@@ -163,7 +163,7 @@ def sizes(rows: Sequence[Row]) -> list[Size]:
 
 
 def checks(rows: Sequence[Verified]) -> list[Check]:
-    """The rows of ``verify`` grouped by what ran; a row that did not run stands by itself."""
+    """The rows of ``verify`` grouped by their arithmetic; a row that did not run is alone."""
     found: dict[str, list[Verified]] = {}
     for row in rows:
         found.setdefault(row.ran, []).append(row)
@@ -180,9 +180,9 @@ def checks(rows: Sequence[Verified]) -> list[Check]:
 
 @torch.no_grad()
 def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | None:
-    """``||V - W|| / ||W||`` of all packed linears V, where the recipe only rounds a weight W.
+    """``||V - W|| / ||W||`` of all packed linears V, if the recipe only rounds their weights W.
 
-    None where the source has no plain weights: an import's is quantized itself.
+    It is None if the source has no plain weights, as the quantized source of an import.
     """
     adopt(source, Architecture(source.config, family_of(source.config)))
     errors: dict[str, dict[int, float]] = {}
@@ -216,7 +216,7 @@ def _measured(
     found: dict[str, Any] = {"windows": tuple(windows.shape), "kv": kv_errors(model, windows)}
     if base:
         after = channel_amax(model, windows)
-        del model  # a baseline needs the room
+        del model  # the baseline needs the memory
         found["ranges"] = worst(channel_amax(load(base, device=device), windows), after)
     return found
 

@@ -1,4 +1,4 @@
-"""The commands that make a checkpoint again, from its provenance."""
+"""The commands that reproduce a checkpoint, from its provenance."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from qtool.eval.perplexity import SEQLEN
 from qtool.report.data import Quality, Report
 
 RECIPE = "recipe.yaml"
-#: what is evaluated where nothing was yet
+#: tasks in the command if nothing has been evaluated yet
 TASKS = "wikitext2 piqa"
 
 
 def commands(report: Report) -> list[str]:
-    """Quantize, verify, evaluate, report."""
+    """The commands that quantize, verify, evaluate and report."""
     record, quantization = report.provenance, report.quantization
     directory, source = shlex.quote(str(report.directory)), record.get("source", {})
     if report.imported:
@@ -63,12 +63,12 @@ def commands(report: Report) -> list[str]:
 
 
 def _model(record: Mapping[str, Any]) -> str:
-    """The hub id or else the directory that a source's or an adapter's ``record`` names, quoted."""
+    """The hub id, or else the directory, in the ``record`` of a source or an adapter, quoted."""
     return shlex.quote(record.get("hub id") or record.get("directory", "MODEL"))
 
 
 def evaluations(rows: Sequence[Quality], directory: str, base: str) -> list[str]:
-    """One command for those of ``rows`` that were evaluated with the same options."""
+    """The commands that evaluate ``rows``, one for all rows with the same options."""
     by_options: dict[str, list[str]] = {}
     for row in rows:
         fact, result = row.facts, row.result
@@ -87,7 +87,7 @@ def evaluations(rows: Sequence[Quality], directory: str, base: str) -> list[str]
 
 
 def evaluation(tasks: str, directory: str, base: str, options: str = "") -> str:
-    """The command that evaluates ``tasks`` beside the baseline and keeps the results."""
+    """The command that evaluates ``tasks`` on model and baseline and keeps the results."""
     parts = ("qtool eval", tasks, f"--model {directory} --compare {base}", options, "--save")
     return " ".join(filter(None, parts))
 

@@ -1,7 +1,7 @@
 """The data of a report, gathered from the records beside a model and from measurements.
 
-``qtool.report.build`` fills it, :mod:`qtool.report.page` draws it. A part that nobody measured is
-empty.
+``qtool.report.build`` fills it in, :mod:`qtool.report.page` shows it. A part that was not measured
+is empty.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from qtool.pipeline.summary import NOTED
 
 @dataclass(frozen=True)
 class Size:
-    """Linears of one role and format, or all else: their number, weights and stored bytes."""
+    """Linears of one role and format, or all other tensors: number, weights and stored bytes."""
 
     role: str
     format: str
@@ -49,7 +49,7 @@ class Check:
 class Quality:
     """One metric of one task, and the baseline's if it was evaluated under the same facts.
 
-    ``rises``: the change in nats a token, by window.
+    ``rises`` holds the change of each window in nats a token.
     """
 
     result: TaskResult
@@ -65,8 +65,8 @@ class Quality:
 
     @property
     def options(self) -> list[str]:
-        """How the task was evaluated, in words."""
-        facts = {**self.facts, **self.result.details}  # its windows may be shorter than asked for
+        """The options with which the task was evaluated, in words."""
+        facts = {**self.facts, **self.result.details}  # the details hold the true window length
         found = [f"the first {facts['limit']} only"] if facts.get("limit") else []
         found += [f"windows of {facts['seqlen']} tokens"] if facts.get("seqlen") else []
         found += [f"KV cache {facts['kv']}"] if facts.get("kv") else []
@@ -76,7 +76,7 @@ class Quality:
 
     @property
     def title(self) -> str:
-        """The task, and how it was evaluated."""
+        """The name of the task, and the options with which it was evaluated."""
         return ", ".join((self.result.task, *self.options))
 
 
@@ -84,7 +84,7 @@ class Quality:
 class LayerErrors:
     """Relative errors of the quantity ``what`` by role and block.
 
-    A block that has several linears of a role shows the worst.
+    A block that has several linears of a role shows the largest error.
     """
 
     what: str
@@ -107,8 +107,8 @@ class Gain:
 class Expert:
     """An expert of a mixture: the calibration tokens that it observed, and its largest error.
 
-    ``routed`` tokens were its own, ``added`` ones others' (``min_expert_tokens``). ``error`` is the
-    largest of its linears'; None where none is recorded.
+    ``routed`` tokens were routed to it, ``added`` tokens were not (``min_expert_tokens``).
+    ``error`` is the largest error of its linears; None if none is recorded.
     """
 
     block: int
@@ -122,9 +122,9 @@ class Expert:
 class Report:
     """All data that a page shows.
 
-    ``baseline``: how the user named it; ``is_source``: its files are those recorded as the source.
-    ``run``: time and memory, as ``qtool.io.run_record`` wrote them. ``windows``: ``(count,
-    tokens)`` measured on.
+    ``baseline`` is the baseline's name as the user gave it, and ``is_source`` whether its files are
+    the recorded source. ``run`` has time and memory, as ``qtool.io.run_record`` wrote them.
+    ``windows`` is ``(count, tokens)`` of the windows on which ranges and errors were measured.
     """
 
     directory: Path
@@ -149,7 +149,7 @@ class Report:
 
     @property
     def imported(self) -> Mapping[str, Any]:
-        """``format`` and ``config`` of the foreign checkpoint this one was imported from, or {}."""
+        """``format`` and ``config`` of the foreign checkpoint that was imported; {} if none was."""
         found = self.provenance.get("imported from")
         return found if isinstance(found, dict) else {}
 
@@ -160,7 +160,7 @@ class Report:
 
 
 def quality(saved: Sequence[SavedResult], model: str, baseline: str) -> list[Quality]:
-    """The saved results of ``model``, each beside ``baseline``'s for the same facts.
+    """The saved results of ``model``, each with the result of ``baseline`` for the same facts.
 
     ``model`` and ``baseline`` are identities.
     """
@@ -194,7 +194,7 @@ def _beside(row: Quality, base: TaskResult) -> Quality:
 def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
     """The errors that the rounding wrote into qtool.json.
 
-    They are of each linear, or the loss of a distilled block.
+    There is an error for each linear, or the loss of a distilled block.
     """
     for method, (what, key) in NOTED.items():
         by_role: dict[str, dict[int, float]] = {}
@@ -242,7 +242,7 @@ def gains(blocks: Sequence[Mapping[str, Any]]) -> list[Gain]:
 def _after_before(choice: Any) -> tuple[float, float]:
     """The errors after and before a choice; 0 where one is not recorded.
 
-    The one before is named after what is absent (``error_unsmoothed``), or begins a curve.
+    The error before has a name such as ``error_unsmoothed``, or is the first of a curve.
     """
     if not isinstance(choice, dict):
         return 0.0, 0.0

@@ -1,7 +1,7 @@
 """The report as one HTML file without network or script, light or dark.
 
-``template/report.html.j2`` has the page. Jinja escapes all that is not marked as HTML here: a
-checkpoint's names are anyone's.
+``template/report.html.j2`` is the template. Jinja escapes all text that is not marked as HTML here,
+since anyone may have chosen the names in a checkpoint.
 """
 
 import shlex
@@ -21,7 +21,7 @@ from qtool.report import commands, glossary, plots
 from qtool.report.data import Quality, Report, Size, experts, gains
 from qtool.table import decimal
 
-#: bytes a second that a decode step of one token can read at most, on an NVIDIA H200
+#: most bytes a second that a decode step of one token can read on an NVIDIA H200
 BANDWIDTH = 4.8e12
 ERRORS = {
     "output": "Relative error of each linear's output on the calibration text, "
@@ -33,7 +33,7 @@ ERRORS = {
 
 
 def render(report: Report) -> str:
-    """The page."""
+    """The HTML of the page."""
     environment = Environment(
         loader=PackageLoader("qtool.report", "template"),
         autoescape=True,
@@ -47,7 +47,7 @@ def render(report: Report) -> str:
 
 
 def view(report: Report) -> dict[str, Any]:
-    """The variables that the template shows of ``report``."""
+    """The variables of the template, from ``report``."""
     record = report.provenance
     models = shlex.quote(str(report.directory)), shlex.quote(report.baseline or "BASE")
     return {
@@ -83,15 +83,15 @@ def view(report: Report) -> dict[str, Any]:
 
 
 def title(report: Report) -> str:
-    """``source, quantized to scheme``."""
+    """The page's title: ``source, quantized to scheme``."""
     source = report.provenance.get("source", {}).get("directory", report.directory.name)
     return f"{source}, quantized to {report.quantization['scheme']}"
 
 
 def verdict(report: Report) -> list[tuple[str, bool]]:
-    """The findings that matter first, each with whether it is good news; a failed check leads."""
+    """The most important findings, each with whether it is good; a failed check comes first."""
     whole = total(report.sizes)
-    changes: dict[str, str] = {}  # of equal options the latest
+    changes: dict[str, str] = {}  # the latest for equal options
     for q in report.quality:
         if q.change and q.change.is_log:
             changes[q.title] = f"{q.change.ratio - 1:+.1%} perplexity ({q.title})"
@@ -106,7 +106,7 @@ def verdict(report: Report) -> list[tuple[str, bool]]:
 
 
 def total(sizes: Sequence[Size]) -> Size:
-    """All of ``sizes`` as one row."""
+    """The sum of ``sizes`` as one row."""
     return Size(
         "everything",
         "",
@@ -118,7 +118,7 @@ def total(sizes: Sequence[Size]) -> Size:
 
 
 def numbers(q: Quality) -> tuple[str, str, str, str]:
-    """Own value, baseline's, change and ratio of a metric, with 95 % intervals."""
+    """The model's and the baseline's value, the change and the ratio, with 95 % intervals."""
     scale, digits, unit = (100, 2, " %") if q.metric.startswith("acc") else (1, 3, "")
 
     def value(number: float, stderr: float | None, unit: str = unit) -> str:
@@ -211,7 +211,7 @@ def cache(report: Report) -> list[dict[str, Any]]:
 
 
 def plain(value: object) -> str:
-    """A value of a configuration, as one writes it."""
+    """A value of a configuration as text for people."""
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,7 +1,7 @@
 """The report's plots as inline SVG, drawn by matplotlib.
 
-matplotlib knows no page: it is given marker colours, which become CSS variables and
-``currentColor`` in the SVG, so that the page decides on light and dark. Text stays text.
+matplotlib gets marker colours, which become CSS variables and ``currentColor`` in the SVG, so that
+the page decides between light and dark. Text stays text.
 """
 
 import io
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-#: marker colours by what the page calls them
+#: marker colours, with the names that the page uses
 TEXT, AFTER, BEFORE, GRID, QUIET = "#010101", "#020202", "#030303", "#040404", "#050505"
 VARIABLES = {
     TEXT: "currentColor",
@@ -38,7 +38,7 @@ STYLE: Any = {
     "grid.color": GRID,
     "text.color": TEXT,
 }
-#: of a plot of channels: more are drawn as the largest of their neighbours
+#: columns of a plot of channels; of more channels the largest of neighbours are drawn
 COLUMNS = 300
 
 
