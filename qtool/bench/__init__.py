@@ -1,4 +1,4 @@
-"""The benchmarks of ``qtool bench``: kernels on this GPU, a run of the quantizer."""
+"""The benchmarks of ``qtool bench``: kernels on this GPU, and a run of the quantizer."""
 
 import shutil
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ def bench_quantize(
     """One measured run of ``model``, or of a random checkpoint if it names a known shape.
 
     Args:
-        layers: blocks of a random checkpoint; by default the shape's own.
-        device_memory: GB of the GPU that the run may have; by default all.
+        layers: number of blocks of a random checkpoint; by default the shape's own.
+        device_memory: GB of the GPU's memory that the run may use; by default all.
         work: directory for files.
-        keep: the result; a random checkpoint is kept anyway.
-        options: of :func:`qtool.bench.quantize.run`.
+        keep: keep the result; a random checkpoint is always kept.
+        options: options of :func:`qtool.bench.quantize.run`.
 
     Raises:
-        QtoolError: neither a model nor a shape, or no memory.
+        QtoolError: ``model`` is neither a model nor a shape, or ``device_memory`` is no memory.
     """
     from qtool.bench import quantize, random_checkpoint
     from qtool.io.source import resolve
@@ -63,12 +63,12 @@ def bench_gemm(
 
     Args:
         models: names of layer shapes.
-        tokens: M of a call, as texts.
-        schemes: its columns; by default the W4A8 ones and w8a8.
+        tokens: numbers of tokens M of a call, as texts.
+        schemes: columns of the table; by default the W4A8 schemes and w8a8.
 
     Raises:
-        QtoolError: no CUDA device, an unknown model's shapes or scheme, or token counts that are no
-            numbers.
+        QtoolError: there is no CUDA device, a name of shapes or a scheme is unknown, or a token
+            count is no number.
     """
     _require_gpu("gemm", "9.0")
     from qtool.bench.gemm import MODELS, gemm_table, markdown
@@ -94,7 +94,7 @@ def bench_kv(shapes: Sequence[str] | None = None) -> str:
     """The table of attention times over a packed cache on this GPU.
 
     Raises:
-        QtoolError: no CUDA device, or a shape that is none.
+        QtoolError: there is no CUDA device, or a text in ``shapes`` is no shape.
     """
     _require_gpu("kv", "8.0 or more")
     from qtool.bench.kv import SHAPES, kv_rows, kv_table

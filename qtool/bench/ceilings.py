@@ -13,8 +13,8 @@ from qtool.io.source import Checkpoint
 from qtool.pipeline.planning.memory import ContinuationMemory
 
 PROBE_BYTES = 1 << 30
-#: of a weight in an iteration: its value is made (4 read, 2 written), its gradient (6, 4), and Adam
-#: reads four numbers and writes three
+#: bytes of a weight in a learning iteration: its value (4 read, 2 written), its gradient (6, 4),
+#: and Adam, which reads four numbers and writes three
 LEARNING_BYTES = 44
 
 
@@ -30,7 +30,7 @@ class Ceilings:
     float32: float
 
     def floors(self, work: Work, continuation: ContinuationMemory | None) -> dict[str, float]:
-        """The least seconds of each phase; ``continuation``: of the windows."""
+        """The least seconds of each phase, with the ``continuation`` of windows if there is one."""
         windows = {}
         if continuation:
             read = (continuation.weights + continuation.step_cache) / self.memory
@@ -52,7 +52,7 @@ class Ceilings:
 def measure(source: Checkpoint, directory: Path, device: torch.device) -> Ceilings:
     """The ceilings, measured in under two seconds on a GPU.
 
-    It reads from ``source``, writes to ``directory``, multiplies and copies on ``device``.
+    It reads from ``source``, writes to ``directory``, and multiplies and copies on ``device``.
     """
     size = 8192 if device.type == "cuda" else 512
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -78,7 +78,7 @@ def measure(source: Checkpoint, directory: Path, device: torch.device) -> Ceilin
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call: the mean of five after one to warm up."""
+    """Seconds of one call: the mean of five calls after a warm-up."""
     run()
     _wait(device)
     started = time.perf_counter()
@@ -94,7 +94,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _read(source: Checkpoint) -> float:
-    """Bytes a second of reading files into memory that is there already."""
+    """Bytes a second of reading files into memory that is already allocated."""
     buffer, done, started = bytearray(1 << 26), 0, time.perf_counter()
     for path in sorted({entry.path for entry in source.entries.values()}):
         with path.open("rb", buffering=0) as file:
@@ -104,7 +104,7 @@ def _read(source: Checkpoint) -> float:
 
 
 def _write(directory: Path) -> float:
-    """Bytes a second of writing a file, until it is on disk."""
+    """Bytes a second of writing a file until it is on disk."""
     path, data = directory / "probe.tmp", os.urandom(1 << 24)
     started = time.perf_counter()
     try:

@@ -12,12 +12,12 @@ ROTATED_BYTES = 240e6  # four times the L2 cache
 
 
 def floor_us(m: int, n: int, k: int, bits: float, operations: float = OPERATIONS) -> float:
-    """The least time for ``[m, k] x [n, k]``: weight bytes once, or the arithmetic."""
+    """The least microseconds for ``[m, k] x [n, k]``: weights read once, or the arithmetic."""
     return 1e6 * max(n * k * bits / 8 / BANDWIDTH, 2 * m * n * k / operations)
 
 
 def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
-    """Median time of one call, the calls replayed back to back from a CUDA graph."""
+    """Median microseconds of one call; the calls are replayed back to back from a CUDA graph."""
     calls[0]()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -21,7 +21,7 @@ from qtool.bench.gemm_columns import (
     quantize_call,
 )
 
-#: output channels and input channels of a layer's linears
+#: output and input channels of a layer's linears, by model
 MODELS = {
     "llama-2-7b": {
         "qkv": (12288, 4096),
@@ -47,9 +47,9 @@ REFERENCES = ("bf16", "fp8", "int8")
 
 
 def reference_calls(kind: str, m: int, n: int, k: int) -> list[Callable[[], object]]:
-    """torch's own matmul of the shape as ``bf16``, ``fp8`` or ``int8``.
+    """Calls of torch's own matmul of the shape in ``bf16``, ``fp8`` or ``int8``.
 
-    fp8 has one scale a tensor, int8 gives bare sums.
+    fp8 has one scale for a tensor; int8 returns sums without scales.
     """
     calls: list[Callable[[], object]] = []
     rows = max(m, 32) if kind == "int8" else m  # _int_mm refuses fewer than 17 rows
@@ -79,7 +79,7 @@ def reference_calls(kind: str, m: int, n: int, k: int) -> list[Callable[[], obje
 class Measurement:
     """One linear at one number of tokens: microseconds by column.
 
-    ``quantize_us``: of quantizing its input for the first column.
+    ``quantize_us`` is the time of quantizing the input for the first column, in microseconds.
     """
 
     model: str
@@ -123,10 +123,10 @@ def gemm_table(
 
 
 def summed(results: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Sums over each model's layers, one row a number of tokens, as plain data.
+    """Sums over each model's layers, a row for each number of tokens, as plain data.
 
-    ``us`` and ``floor_us`` are microseconds by column, ``quantize_us`` those of the first column's
-    inputs.
+    ``us`` and ``floor_us`` are microseconds by column; ``quantize_us`` is the time of quantizing
+    the first column's inputs.
     """
     rows = []
     for model, m in dict.fromkeys((r.model, r.m) for r in results):
@@ -143,9 +143,9 @@ def summed(results: Sequence[Measurement]) -> list[dict[str, Any]]:
 
 
 def markdown(results: Sequence[Measurement]) -> str:
-    """A table of sums over each model's layers, one row a number of tokens, in microseconds.
+    """A table of sums over each model's layers in microseconds, a row for each number of tokens.
 
-    "vs" divides by the first column.
+    "vs" is the ratio to the first column.
     """
     rows = summed(results)
     names = list(rows[0]["floor_us"])

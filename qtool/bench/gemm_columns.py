@@ -28,7 +28,7 @@ S4_LAYOUTS = {"w4a4": "apex4", "w4ax-fmpq": "w4ax-interleaved"}
 
 
 def random_weights(scheme: str, group_size: int | None, n: int, k: int) -> list[Weight]:
-    """Random weights ``[n, k]`` of a scheme, as many as are rotated; level 2 is legal."""
+    """Random weights ``[n, k]`` of a scheme, one for each rotated copy; level 2 is legal."""
 
     def draw(low: int, high: int, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.randint(low, high, shape, dtype=dtype, device="cuda")
@@ -63,7 +63,7 @@ def kernel_calls(
     tile: Tile,
     overlap: bool = True,
 ) -> list[Callable[[], object]]:
-    """One launch per weight, for ``m`` random tokens, bf16 out."""
+    """One launch per weight, for ``m`` random tokens and a bf16 output."""
     x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
     # [G, M4]
     sx = torch.rand(max(1, weights[0].scale1.numel() // n), (m + 3) // 4 * 4, device="cuda")
@@ -100,7 +100,7 @@ class Column:
         return gemm.definition(self.operand(), self.tile(m, n, k), torch.bfloat16)
 
     def weights(self, n: int, k: int) -> list[Weight]:
-        """Random weights to rotate."""
+        """Random weights, one for each rotated copy."""
         return random_weights(self.scheme, self.group_size, n, k)
 
     def calls(
@@ -112,7 +112,7 @@ class Column:
 
 @dataclass(frozen=True)
 class HalfColumn:
-    """The same for bf16 tokens and scales: W4A16, dense or 2:4 sparse."""
+    """A column with bf16 tokens and scales: W4A16, dense or 2:4 sparse."""
 
     sparse: bool
     group_size: int | None
@@ -136,7 +136,7 @@ class HalfColumn:
                 -(2**31), 2**31, (k // inputs, 2 * n), dtype=torch.int32, device="cuda"
             )
             scale = (torch.rand(k // (self.group_size or k), n, device="cuda") * 1e-2).bfloat16()
-            # 2 and 3 of each four
+            # elements 2 and 3 of each four stay
             positions = torch.full((k // 32, 2 * n), -0x1112, dtype=torch.int16, device="cuda")
             return HalfWeight(qweight, scale, positions if self.sparse else None)
 
@@ -152,7 +152,7 @@ class HalfColumn:
 
 @dataclass(frozen=True)
 class MmaColumn:
-    """The same for W4A8 in the compute-aware layout, by mma.sync."""
+    """A column with W4A8 in the compute-aware layout, by mma.sync."""
 
     scheme: str
     group_size: int | None

@@ -14,7 +14,7 @@ from qtool.kernels.attention.kv_append import kv_append
 from qtool.kernels.attention.kv_attention import kv_attention
 from qtool.kernels.attention.packed_cache import TOKENS
 
-#: the default shapes; the first is the one the project promises
+#: the default shapes; the project states its speed for the first one
 SHAPES = (
     "64x4096x8x32x128",
     "16x4096x8x32x128",
@@ -30,7 +30,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """One decode step: ``batch`` sequences of ``tokens``, one query token each."""
+    """One decode step: ``batch`` sequences of ``tokens`` tokens, with one query token each."""
 
     batch: int
     tokens: int
@@ -40,10 +40,10 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """The shape that ``BxTxHkvxHqxD`` says.
+        """The shape of a text ``BxTxHkvxHqxD``.
 
         Raises:
-            QtoolError: if it is not five positive numbers that a cache can have.
+            QtoolError: the text is not five positive numbers that a cache can have.
         """
         numbers = [int(part) for part in text.split("x") if part.isdigit()]
         if len(numbers) != 5 or text.count("x") != 4 or not all(numbers):
@@ -60,7 +60,7 @@ class Shape:
         return shape
 
     def nbytes(self, bits: int) -> int:
-        """Bytes of keys and values, with kv4's scales and zero points."""
+        """Bytes of keys and values, including kv4's scales and zero points."""
         token = self.dim * bits // 8 + (4 if bits == 4 else 0)
         return 2 * self.batch * self.tokens * self.heads * token
 

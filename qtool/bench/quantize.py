@@ -1,4 +1,4 @@
-"""``qtool bench quantize``: one measured run, its phases beside their floors."""
+"""``qtool bench quantize``: one measured run, with the floor of each of its phases."""
 
 import json
 import shutil
@@ -32,8 +32,8 @@ from qtool.table import render
 class Measured:
     """One run: its record, the machine's ceilings, and the floor of each phase in seconds.
 
-    ``reserved``: the most device bytes that torch's cache held, more than were allocated at once.
-    ``planned``: what ``qtool plan`` says of the job.
+    ``reserved`` is the most device bytes that torch's cache held, which is more than the bytes that
+    were allocated at once. ``planned`` is the plan of the job, as by ``qtool plan``.
     """
 
     record: dict[str, Any]
@@ -43,7 +43,7 @@ class Measured:
     planned: Plan
 
     def table(self) -> str:
-        """Phases with their seconds, floors and ratios; reader and writer threads have a column."""
+        """A table of phases with seconds, floors and ratios, and a column for I/O threads."""
         phases = dict(self.record["phases"])
         beside = {
             name.removesuffix(BESIDE): phases.pop(name)
@@ -76,7 +76,7 @@ class Measured:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data, for ``--json``."""
+        """The measurements as plain data, for ``--json``."""
         return {
             "record": self.record,
             "ceilings": asdict(self.ceilings),
@@ -97,7 +97,7 @@ def _row(name: str, seconds: float, beside: float | None, floor: float | None) -
     )
 
 
-#: how the record names what a thread did beside the blocks
+#: ending of the record's names for the work of threads beside the blocks
 BESIDE = ", beside"
 
 
@@ -137,17 +137,17 @@ def run(
     device_memory: float | None = None,
     progress: Progress | None = None,
 ) -> Measured:
-    """Quantize ``source`` anew into ``out``, on random tokens if the recipe needs data.
+    """Quantize ``source`` into ``out`` from the start, on random tokens if the recipe needs data.
 
-    The measurements are stored as ``bench`` in its ``qtool.json``.
+    The measurements are stored as ``bench`` in the result's ``qtool.json``.
 
     Args:
-        device_memory: GB of the GPU that the run may have; by default all.
+        device_memory: GB of the GPU's memory that the run may use; by default all.
 
     Raises:
-        QtoolError: as :func:`~qtool.pipeline.quantize.quantize` does, for a CPU with
-            ``device_memory``, if ``out`` holds anything but an earlier measured run, or if
-            ``OUT.partial`` is there.
+        QtoolError: as :func:`~qtool.pipeline.quantize.quantize` does; or ``device_memory`` is given
+            with a CPU, ``out`` holds anything but an earlier measured run, or ``OUT.partial``
+            exists.
     """
     cuda = torch.device(device).type == "cuda"
     if device_memory is not None and not cuda:

@@ -1,6 +1,7 @@
 """Makes checkpoints of known models' shapes with random weights, to measure runs on.
 
-Weights are normal with deviation 0.02, norms are ones; one shard a block, written as a stream.
+Weights are normal with standard deviation 0.02, norms are ones. Each block is a shard, written as a
+stream.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -122,9 +123,9 @@ def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def make(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
-    """Write a checkpoint of ``config`` into ``directory``; a GPU, if there, draws the weights.
+    """Write a checkpoint of ``config`` into ``directory``; weights are drawn on a GPU if possible.
 
-    What a killed call has left there is written again.
+    Files that a killed call has left there are written again.
     """
     job = Job.of(config, parse(UNTOUCHED, "none"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Stored results: what was measured, by which command, on which machine, when.
+"""Stored results: measurements with their command, machine and date.
 
 ``benchmarks/tables.py`` makes the tables of README and docs from such files.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def machine(device: str = "cpu") -> str:
-    """The processor behind ``device`` and the versions that ran on it; no host is named."""
+    """The processor of ``device`` and the software versions; it names no host."""
     import torch
 
     if torch.device(device).type == "cuda":
