@@ -38,9 +38,9 @@ from qtool.distributed import watch
 from qtool.errors import CheckFailed, QtoolError
 from qtool.table import render
 
-#: the exit code where the reader of a pipe has gone, as shells report it
+#: the exit code if the reader of a pipe has ended, as shells report it
 CLOSED_PIPE = 141
-#: what can be done after Ctrl-C, by command
+#: advice after Ctrl-C, by command
 INTERRUPTED = {
     "quantize": "; finished shards are kept: the same command with --resume continues",
     "export": "; finished shards are kept, but for GGUF: the same command continues",
@@ -75,16 +75,16 @@ def cli(debug: bool) -> None:
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, a failed check exit code 1."""
     debug = "--debug" in sys.argv
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are no UTF-8
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are not UTF-8
         sys.stdout.reconfigure(errors="surrogateescape")
     if not sys.stderr.isatty():  # bars are for terminals
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # a GPU's memory is not cut into odd pieces
+    # keeps a GPU's memory from being fragmented
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         cli(standalone_mode=False)
     except (QtoolError, OSError) as error:
-        # an OSError: no permission, no space, no such path; nothing a traceback would explain
+        # OSError means no permission, no space or no such path; a traceback would not help
         if watch.fail():
             if debug:
                 traceback.print_exc()
@@ -94,7 +94,7 @@ def main() -> None:
         if watch.fail():
             error.show()
         watch.leave(2)
-    except SystemExit:  # click's answer to a closed pipe
+    except SystemExit:  # click raises it for a closed pipe
         watch.leave(CLOSED_PIPE)
     except (click.Abort, KeyboardInterrupt):
         if watch.fail():
@@ -110,7 +110,7 @@ def main() -> None:
 
 def _sentence(error: QtoolError | OSError) -> str:
     if isinstance(error, OSError) and error.filename:
-        # of a copy the second is where it goes
+        # the second file name is the target of a copy
         return f"{error.filename2 or error.filename}: {error.strerror}"
     return str(error)
 
@@ -120,7 +120,7 @@ def _is_first_rank() -> bool:
 
 
 class _ListsFormats(click.Command):
-    """A command whose help lists the export formats; they are looked up only then."""
+    """A command whose help lists the export formats, which are looked up only for the help."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from qtool.api import export_formats
@@ -256,7 +256,7 @@ def evaluate(
     shown = results_json if as_json else table
     try:
         click.echo(shown(results, baseline))
-    except QtoolError:  # of two models that cannot be compared the first's results are not lost
+    except QtoolError:  # if the two cannot be compared, the model's results are still printed
         click.echo(shown(results))
         raise
 
@@ -290,7 +290,7 @@ def verify(model: str, verbose: bool, as_json: bool, **options: Any) -> None:
 
 
 def _print_checks(rows: Sequence[Any], verbose: bool) -> None:
-    """Problems, and a line for each arithmetic that ran; ``verbose``: each linear first."""
+    """Print problems and a line for each arithmetic that ran; ``verbose`` lists linears first."""
     ran = [row for row in rows if row.ran]
     if verbose:
         lines = [(row.name, row.ran, f"{row.error:.1e}") for row in ran]

@@ -52,11 +52,11 @@ class NewPath(click.Path):
 
 
 class Name(click.ParamType):
-    """A name that the shell can complete; the command that gets it judges it.
+    """A name that the shell can complete; the command itself checks the name.
 
     Args:
-        names: function that gives all names; called only when a shell completes.
-        or_file: a path will do too.
+        names: function that returns all names; called only when a shell completes.
+        or_file: a path is accepted too.
     """
 
     name = "text"
@@ -96,7 +96,7 @@ def _be_quiet(ctx: click.Context, param: click.Parameter, quiet: bool) -> None:
 
 
 def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Several options as one decorator, in the order in which help lists them."""
+    """A decorator that adds several options, in the order in which help lists them."""
 
     def decorate(function: F) -> F:
         for option in reversed(options):
@@ -207,7 +207,7 @@ QUIET = click.option(
     callback=_be_quiet,
     help="No progress and no notes.",
 )
-#: what to quantize to, by what, and on what: of a run and of its plan
+#: options on scheme, recipe and device, for a run and for its plan
 RUN = (
     SCHEME,
     CALIBRATED_RECIPE,
@@ -346,5 +346,5 @@ def command(
 
 
 def print_json(value: Any) -> None:
-    """``value`` on stdout, for programs."""
+    """Print ``value`` as JSON on stdout, for programs."""
     click.echo(json.dumps(value, indent=2))
