@@ -1,12 +1,12 @@
-"""Every causal and multimodal class of transformers, quantized at a tiny size and proved right.
+"""Quantizes every causal and multimodal class of transformers at a tiny size and proves the result.
 
     python benchmarks/accuracy/families.py [smollm3 gpt_oss ...] [--write]
 
 A random model of each class is planned, quantized by ``fast``, ``paper`` and ``best``, verified,
 loaded, compared with transformers' model of the dequantized weights, and killed and resumed
-(``tests/models/proof.py`` says what each proof is). Each class runs in a process of its own.
---write keeps the table in benchmarks/results/families.json after every class; classes named on the
-command line replace their rows there.
+(``tests/models/proof.py`` explains each proof). Each class runs in a process of its own. --write
+keeps the table in benchmarks/results/families.json after every class; classes named on the command
+line replace their rows there.
 """
 
 import argparse
@@ -44,7 +44,7 @@ CLASSES: dict[str, str] = {
 }
 RESULTS = ROOT / "benchmarks" / "results" / "families.json"
 SCHEME = "w4a16"
-#: what is proved of a class, in order; a row says of each why it failed, or nothing
+#: steps of the proof of a class, in order; a row has the reason why a step failed, or nothing
 STEPS = "plan", *proof.RECIPES, "transforms", "resume", "export"
 #: the step whose result a step reads
 NEEDS = {"resume": "paper", "export": "fast"}
@@ -55,7 +55,7 @@ LIMIT = 300
 def proofs(
     source: Path, work: Path, row: dict[str, Any]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Each step by name, with a function that raises where it fails."""
+    """Each step by name, with a function that raises if the step fails."""
 
     def plan() -> None:
         family, _ = qtool.family(source)
@@ -77,7 +77,7 @@ def proofs(
 
 
 def prove(model_type: str, steps: list[str], answers: Any) -> None:
-    """Send a row for ``model_type``, and again after each step: a dead process leaves the last."""
+    """Send a row for ``model_type`` after each step, so that a dead process leaves the last one."""
     os.setsid()
     warnings.simplefilter("ignore")
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (as long as the process)
@@ -109,7 +109,7 @@ def prove(model_type: str, steps: list[str], answers: Any) -> None:
 def first_sentences(error: Exception, work: str) -> str:
     """The first line of ``error`` without the directory ``work``; at most 200 characters of it.
 
-    It ends at a sentence, or at a word where its first sentence is longer.
+    It ends at a sentence, or at a word if its first sentence is longer.
     """
     line = (str(error).strip().splitlines() or [type(error).__name__])[0].replace(work, "")
     if len(line) <= 200:
@@ -135,7 +135,7 @@ def row_of(model_type: str, steps: list[str]) -> dict[str, Any]:
         except EOFError:
             break
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # and the run that it kills and resumes
+        os.killpg(process.pid, signal.SIGKILL)  # also the run that it kills and resumes
     process.join()
     return row | {"seconds": round(time.monotonic() - began, 1)}
 

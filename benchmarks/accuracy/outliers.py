@@ -1,9 +1,9 @@
-"""A Llama-like model with outliers put in as real models have them, that computes what it did.
+"""Adds outliers like those of real models to a Llama-like model without changing its outputs.
 
     python benchmarks/accuracy/outliers.py MODEL OUT [--norm 100] [--value 100] [--product 1000]
     [--key 10] [--channels 4] [--massive 1000] [--apart 16] [--first-token ID] [--seed 0]
 
-In every block a few channels become larger and what reads them as much smaller:
+In every block a few channels become larger, and the weights that read them as much smaller:
 
 | option    | larger                                    | smaller                            |
 |-----------|-------------------------------------------|------------------------------------|
@@ -12,21 +12,21 @@ In every block a few channels become larger and what reads them as much smaller:
 | --product | rows of up: the inputs of down            | columns of down                    |
 | --key     | rows of k, both of a pair that RoPE turns | rows of q, of all query heads      |
 
-A massive activation (Sun et al., "Massive activations in large language models", 2024) is put on
-the first token of every text: in the first block one input of down is ``--massive`` times as large
-as they are on average, and writes a value of ``--massive`` times an embedding's into one channel of
-the residual stream, where it stays until the end. This takes new channels of both (``--room``),
-zero for all other tokens, with a norm's weights and epsilon scaled for the greater width. A first
-token that is always the same has one state in each block, known beforehand: the new channel's
-column in q, k, v, gate, up and the head is what makes their outputs there as they were.
-``--first-token`` must therefore begin every text and come nowhere else; without it nothing massive
-is put in. Its embedding is ``--apart`` times as large in the new channel as embeddings are, which
-makes that most of its state: with 1 it is a small part, and rounding errors of other tokens in that
-channel reach the input of down too, squared and a thousandfold.
+The first token of every text gets a massive activation (Sun et al., "Massive activations in large
+language models", 2024). In the first block one input of down is ``--massive`` times as large as the
+mean input; it writes a value of ``--massive`` times an embedding's value into one channel of the
+residual stream, where it stays until the end. This needs new channels in both (``--room``), which
+are zero for all other tokens, and norms with weights and epsilon scaled for the greater width. A
+first token that is always the same has one known state in each block, so the new channel's columns
+in q, k, v, gate, up and the head can be chosen to keep their outputs. ``--first-token`` must
+therefore begin every text and occur nowhere else; without it there is no massive activation. In the
+new channel its embedding is ``--apart`` times as large as other embeddings, so that this channel is
+most of its state. With 1 it would be a small part, and rounding errors of other tokens in that
+channel would reach the input of down too, squared and a thousandfold.
 
-What cannot be put in without changing what is computed: a channel of the residual stream that is
-large for every token, because a norm divides by it, and attention to the first token beyond what
-the model has, because a softmax takes it from the others.
+Two kinds of outliers would change the outputs and are left out: a channel of the residual stream
+that is large for every token, because a norm divides by it, and more attention to the first token
+than the model has, because a softmax takes it from the others.
 
 The model is stored in float32, so that its logits stay the same to rounding.
 """
@@ -55,7 +55,7 @@ WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Its options; factors of 1 and ``--massive 0`` leave a kind out."""
+    """The command line's options; a factor of 1 or ``--massive 0`` leaves a kind out."""
     found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,7 +93,7 @@ def put_in(weights: Weights, config: dict[str, Any], arguments: argparse.Namespa
     if "head_dim" not in config:
         config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
     narrow = dict(config)
-    if EMBEDDING not in weights:  # a tied one may be stored as the head
+    if EMBEDDING not in weights:  # a tied embedding may be stored as the head
         weights[EMBEDDING] = weights[HEAD]
     if arguments.first_token is not None:
         before = {name: tensor.clone() for name, tensor in weights.items()}
@@ -127,7 +127,7 @@ def scale_channels(
         return torch.randperm(of, generator=random)[: arguments.channels]
 
     def of_query_heads(channels: Tensor) -> Tensor:
-        """Where the query heads have the kv heads' ``channels``."""
+        """The positions of the kv heads' ``channels`` in the query heads."""
         group = torch.arange(heads // kv_heads)[:, None]
         return ((channels // dim * len(group) + group) * dim + channels % dim).flatten()
 
@@ -176,12 +176,13 @@ def widen(weights: Weights, config: dict[str, Any], room: int) -> None:
 
 
 class Massive:
-    """The first token's state in a model as it was and as it becomes, block after block.
+    """The first token's state in the old and in the new model, block after block.
 
     Alone with itself, a token's attention is its own value.
 
     Args:
-        before, narrow: weights and config of the model. weights, config: of the widened one.
+        before, narrow: weights and config of the old model.
+        weights, config: weights and config of the widened model.
     """
 
     def __init__(
@@ -195,11 +196,11 @@ class Massive:
         self.channel, self.product = narrow["hidden_size"], narrow["intermediate_size"]
 
     def put_in(self, token: int, massive: float, apart: float) -> None:
-        """Change the new weights so that ``token`` at the start of a text has one."""
+        """Change the new weights so that ``token`` at the start has a massive activation."""
         if not self.before[EMBEDDING][token].any():
             sys.exit(f"outliers.py: token {token} has an embedding of zeros: choose another")
         usual = self.before[EMBEDDING].square().mean().sqrt()
-        self.weights[EMBEDDING][token, self.channel] = apart * usual  # tells it from other tokens
+        self.weights[EMBEDDING][token, self.channel] = apart * usual  # identifies the token
         old, new = self.before[EMBEDDING][token], self.weights[EMBEDDING][token]
         for block in range(self.config["num_hidden_layers"]):
             at = f"model.layers.{block}"
@@ -219,7 +220,7 @@ class Massive:
         self.keep("lm_head", head @ self.normed("model.norm", old), new, "model.norm")
 
     def outputs(self, at: str, norm: str, old: Tensor, new: Tensor) -> Iterator[Tensor]:
-        """The outputs of what reads a norm, which stay what they were."""
+        """The outputs of the linears that read a norm; they are kept unchanged."""
         normed = self.normed(f"{at}.{norm}", old)
         for linear in READERS[norm]:
             found = self.before[f"{at}.{linear}.weight"] @ normed
@@ -230,13 +231,13 @@ class Massive:
         return _rms_norm(old, self.before[f"{norm}.weight"], self.narrow)
 
     def keep(self, linear: str, wanted: Tensor, new: Tensor, norm: str) -> None:
-        """Let ``linear`` give ``wanted`` where the residual stream is ``new``."""
+        """Change ``linear`` to output ``wanted`` if the residual stream is ``new``."""
         weight = self.weights[f"{linear}.weight"][: len(wanted)]
         seen = _rms_norm(new, self.weights[f"{norm}.weight"], self.config)
         weight[:, self.channel] += (wanted - weight @ seen) / seen[self.channel]
 
     def spike(self, at: str, new: Tensor, wanted: Tensor) -> Tensor:
-        """Let the new product of gate and up be about ``wanted``; returns what it is."""
+        """Make the new product of gate and up about ``wanted``; returns the product."""
         norm = "post_attention_layernorm"
         seen = _rms_norm(new, self.weights[f"{at}.{norm}.weight"], self.config)
         for linear in READERS[norm]:
@@ -245,7 +246,7 @@ class Massive:
         return silu(wanted.sqrt()) * wanted.sqrt()
 
     def heads(self, value: Tensor) -> Tensor:
-        """The value of each query head, which is its kv head's."""
+        """The value of each query head, which is the value of its kv head."""
         of_one = value.view(-1, self.config["head_dim"])
         return of_one.repeat_interleave(
             self.config["num_attention_heads"] // len(of_one), 0

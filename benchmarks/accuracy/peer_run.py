@@ -2,11 +2,11 @@
 
     python benchmarks/accuracy/peer_run.py ROW --work DIR [the options of peers.py]
 
-Quantizes by one tool, stores the result in its own format, loads that again in float32, evaluates
-it, and writes ``DIR/ROW.json``. What a tool does not store, or cannot load on a CPU, is evaluated
-as the model that it hands back. Every tool gets the same calibration windows as token ids. Time
-runs from opening the model to the result, on a CPU as the seconds of all threads; imports before it
-are not counted. Everything is calculated in float32, on a GPU without TF32.
+It quantizes with one tool, stores the result in the tool's format, loads that in float32, evaluates
+it, and writes ``DIR/ROW.json``. If a tool does not store its result, or cannot load it on a CPU,
+the model that it returns is evaluated. Every tool gets the same calibration windows as token ids.
+Time runs from opening the model to the result, on a CPU as the seconds of all threads; imports are
+not counted. Everything is computed in float32, on a GPU without TF32.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from qtool.io.source import Checkpoint, resolve
 from qtool.pipeline.inspect import total
 from qtool.runtime.load import load_as_stored
 
-#: stores a model in the path, or returns it
+#: a function that stores a model in the path, or returns it
 Run = Callable[[argparse.Namespace, Path], PreTrainedModel | None]
 SEED = 0
 
@@ -59,7 +59,7 @@ def main() -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     else:
         peak = torch.cuda.max_memory_allocated()
-    torch.set_float32_matmul_precision("highest")  # whatever a tool left
+    torch.set_float32_matmul_precision("highest")  # a tool may have changed it
     base.to(arguments.device)
     if model is None:
         model = base if arguments.row == "full" else stored(out, base, arguments)
@@ -68,7 +68,7 @@ def main() -> None:
     if module == "qtool" and out.exists():
         found["bits"] = total("", (row for row in qtool.inspect(out) if row.layout)).bits
     record = arguments.work / f"{arguments.row}.json"
-    record.write_text(json.dumps(found))  # whatever becomes of the tasks
+    record.write_text(json.dumps(found))  # kept even if the tasks fail
     if arguments.tasks:
         record.write_text(json.dumps(found | {"tasks": zero_shot(model, arguments)}))
 
@@ -94,7 +94,7 @@ def stored(
     """A tool's stored model in float32; GPTQ files are dequantized here, without their kernels."""
     directory = next(
         directory.rglob("config.json")
-    ).parent  # AutoRound makes a folder of its own below
+    ).parent  # AutoRound makes a folder of its own inside
     checkpoint = Checkpoint(directory)
     if checkpoint.config["quantization_config"]["quant_method"] != "gptq":
         return load_as_stored(directory, device=arguments.device, dtype=torch.float32)
@@ -143,7 +143,7 @@ def calibration(arguments: argparse.Namespace) -> list[dict[str, Tensor]]:
 
 
 def full(arguments: argparse.Namespace, out: Path) -> None:
-    """Full precision: nothing to do."""
+    """Full precision: there is nothing to do."""
 
 
 def ours(
@@ -153,7 +153,7 @@ def ours(
     out: Path,
     windows: str | None = None,
 ) -> None:
-    """A recipe of qtool; ``windows`` of calibration are the recipe's if not told."""
+    """A recipe of qtool, with its own kind of calibration windows unless ``windows`` is given."""
     qtool.quantize(
         arguments.model,
         scheme,
@@ -183,11 +183,12 @@ def llm_compressor(
     stored, are evaluated in memory.
 
     Args:
-        smooth: strength of SmoothQuant before it.
-        rotations: SpinQuant's, like ``"R1 R2"``, before it. matrix: their kind.
-        observer: of the weights' ranges.
-        group: channels that share a scale of weights; those of the scheme if None.
-        act_group: channels that share a scale of activations; the token if None.
+        smooth: strength of SmoothQuant before GPTQ.
+        rotations: SpinQuant's rotations before GPTQ, like ``"R1 R2"``.
+        matrix: kind of the rotations.
+        observer: observer of the weights' ranges.
+        group: channels that share a scale of weights; None takes the scheme's.
+        act_group: channels that share a scale of activations; None means the whole token.
     """
     from compressed_tensors.offload import remove_dispatch
     from compressed_tensors.quantization import QuantizationStrategy, preset_name_to_scheme
@@ -229,7 +230,7 @@ def llm_compressor(
 
 
 def gptqmodel(arguments: argparse.Namespace, out: Path, **options: Any) -> None:
-    """GPTQ; ``options`` of its configuration."""
+    """GPTQ, with ``options`` of its configuration."""
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     config = QuantizeConfig(bits=4, group_size=128, sym=True, **options)
@@ -281,14 +282,13 @@ def quark(
     out: Path,
     rotations: str = "r1 r2",
 ) -> PreTrainedModel:
-    """Qronos after rotations, handed back as the frozen model.
+    """Qronos after rotations; returns the frozen model.
 
     Args:
         scheme: like ``w4a8``; 4 bits are in groups of 128, 8 bits per channel or per token.
         rotations: SpinQuant's names, like ``"r1 r2"``.
     """
-    # its quantizers are compiled where they are imported, which fails while qtool's arithmetic is
-    # deterministic
+    # its quantizers are compiled on import, which fails while qtool's arithmetic is deterministic
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from quark.torch import LLMTemplate, ModelQuantizer
     from quark.torch.quantization.config.config import (
@@ -323,13 +323,13 @@ def quark(
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[PreTrainedModel, AutoTokenizer]:
-    """Model and tokenizer; float32, as we calculate."""
+    """Model and tokenizer, in float32 as in all evaluations here."""
     directory = resolve(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(directory)
 
 
-#: llm-compressor at its best
+#: llm-compressor with its best observer
 clipped = partial(llm_compressor, observer="mse")
 #: AutoRound's preset INT8 at the bits and groups of the other tools
 AR_W4A8 = {
@@ -347,7 +347,7 @@ AR_W4A4 = AR_W4A8 | {"act_bits": 4, "act_group_size": 128}
 #: auto-round-best's iterations, with the extended algorithm
 LONG = {"iters": 1000, "enable_alg_ext": True}
 EVERYWHERE = str(Path(__file__).with_name("w4a4-everywhere.yaml"))
-#: name of a row -> module to import before the clock starts, what to run
+#: by name of a row: the module to import before the clock starts, and the function to run
 ROWS: dict[str, tuple[str, Run]] = {
     "full": ("qtool", full),
     "qtool-w4a16-best": ("qtool", partial(ours, "w4a16", "best")),

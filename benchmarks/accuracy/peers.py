@@ -5,12 +5,12 @@ AutoRound and Quark.
     [--limit 32] [--tasks piqa,arc_easy --items 300] [--rows all] [--device cuda:0] [--jobs 8]
     [--write benchmarks/results/peers.json]
 
-Makes a virtual environment for every tool under --venvs, runs every row as a process of its own,
+It makes a virtual environment for every tool under --venvs, runs every row as a process of its own,
 and prints a Markdown table; --write FILE keeps it as JSON, from which benchmarks/tables.py makes
-the tables of the docs. A tool that does not install or run has its reason in the table. What --work
-holds is reused: delete it to measure again. So is what --venvs holds: an environment of your own
-there, with an empty refused.txt, is taken as it is. Options not listed below are those of
-peer_run.py. Standard library only.
+the tables of the docs. If a tool does not install or run, the table has the reason. Results in
+--work are reused: delete them to measure again. Environments in --venvs are reused too; one of your
+own there, with an empty refused.txt, is used unchanged. Options not listed below are those of
+peer_run.py. The script uses the standard library only.
 """
 
 import argparse
@@ -27,20 +27,20 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-#: first, by its exact version: the index then gives its CPU build where it has one, and no tool may
-#: replace it
+#: installed first, by its exact version: the index then gives its CPU build if it has one, and no
+#: tool may replace it
 TORCH = "torch==2.13.0"
 OURS = "qtool"
 
 
 class Row(NamedTuple):
-    """What a row is.
+    """The facts of a row.
 
     Attributes:
-        scheme: the first row of a scheme is ours, and the others are compared with it.
+        scheme: the scheme; its first row is qtool's, with which the others are compared.
         label: the tool and its methods.
-        tool: its package.
-        bits: of a weight with its scale, a scale counted as 16 bits, and of an activation.
+        tool: package of the tool.
+        bits: bits of a weight with its scale, a scale counted as 16 bits, and of an activation.
     """
 
     scheme: str
@@ -106,7 +106,7 @@ def main() -> None:
     options += ["--device", arguments.device] if arguments.device != "cpu" else []
     arguments.work /= hashlib.sha256(" ".join(options).encode()).hexdigest()[
         :8
-    ]  # other options, other results
+    ]  # results depend on these options
     arguments.work.mkdir(parents=True, exist_ok=True)
     rows = list(ROWS) if arguments.rows == "all" else arguments.rows.split(",")
     arguments.deadline = time.monotonic() + (arguments.total or math.inf)
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def refused(venvs: Path, tool: str) -> str:
-    """Make the environment of ``tool`` if it is not there; why pip refused it, or nothing."""
+    """Make the environment of ``tool`` if it is not there; returns pip's refusal, or nothing."""
     venv = venvs / tool
     record = venv / "refused.txt"
     if not record.exists():
@@ -155,7 +155,7 @@ def refused(venvs: Path, tool: str) -> str:
 
 
 def measured(row: str, arguments: argparse.Namespace, options: list[str]) -> dict[str, Any]:
-    """What ``peer_run.py`` found, or ``{"error": reason}``."""
+    """The results of ``peer_run.py``, or ``{"error": reason}``."""
     record = arguments.work / f"{row}.json"
     if record.exists():
         return dict(json.loads(record.read_text()))
@@ -181,13 +181,13 @@ def measured(row: str, arguments: argparse.Namespace, options: list[str]) -> dic
         failed = f"does not finish in {limit:.0f} s"
     except subprocess.CalledProcessError:
         failed = f"does not run: {last_line(log.read_text())}"
-    if record.exists():  # without zero-shot tasks, if it was they that failed
+    if record.exists():  # it has no zero-shot tasks if only these failed
         return dict(json.loads(record.read_text()))
     return {"error": failed}
 
 
 def last_line(text: str) -> str:
-    """The last line that says something, short enough for a table."""
+    """The last line with content, shortened for a table."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:120].replace("|", "/") if lines else "no message"
 
@@ -195,7 +195,7 @@ def last_line(text: str) -> str:
 def table(found: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Head and cells of the rows; errors are over windows or items, differences paired by window.
 
-    Bits that depend on the width of the model are those of our checkpoint, where it was measured.
+    Bits that depend on the width of the model are those of qtool's checkpoint, if it was measured.
     """
     rows, ours = [], dict[str, dict[str, Any]]()
     measured = [r for r in found.values() if "error" not in r]
@@ -225,19 +225,19 @@ def table(found: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]
 
 
 def share(accuracy: float, error: float) -> str:
-    """In percent."""
+    """An accuracy and its error as text in percent."""
     return f"{100 * accuracy:.1f} ± {100 * error:.1f}"
 
 
 def rise(found: dict[str, Any], full: dict[str, Any]) -> str:
-    """Of perplexity, as in the table of all schemes."""
+    """The rise of perplexity as text, as in the table of all schemes."""
     apart = [a - b for a, b in zip(found["window_nll"], full["window_nll"], strict=True)]
     share = found["perplexity"] / full["perplexity"] - 1
     return f"{100 * share:+.2f} ± {100 * error(apart):.2f} %"
 
 
 def beside(theirs: list[float], ours: list[float]) -> str:
-    """How much more their divergence is."""
+    """The relative difference of a tool's divergences from qtool's, as text."""
     apart, mean = [a - b for a, b in zip(theirs, ours, strict=True)], fmean(ours)
     return f"{100 * fmean(apart) / mean:+.0f} ± {100 * error(apart) / mean:.0f} %"
 
@@ -252,7 +252,7 @@ VERSION = "import sys, importlib.metadata as m; print(*map(m.version, sys.argv[1
 
 
 def said(venvs: Path, tool: str, *command: str) -> str:
-    """What a line of Python prints in the environment of ``tool``."""
+    """The output of a line of Python in the environment of ``tool``."""
     done = subprocess.run(
         [venvs / tool / "bin/python", "-c", *command], capture_output=True, text=True, check=True
     )
@@ -260,7 +260,7 @@ def said(venvs: Path, tool: str, *command: str) -> str:
 
 
 def versions(arguments: argparse.Namespace, tools: list[str]) -> list[str]:
-    """Every tool's version and that of its transformers."""
+    """The version of every tool and of its transformers."""
     return [
         "{} {} (transformers {})".format(
             tool, *said(arguments.venvs, tool, VERSION, tool, "transformers").split()

@@ -1,10 +1,10 @@
-"""What tokens beside the routed ones do for the experts of a mixture that are hardly ever chosen.
+"""Measures how added tokens help experts of a mixture that are hardly ever chosen.
 
     python benchmarks/accuracy/rare_experts.py MODEL TEXT HELDOUT [--least 0,16,64,256] [--json OUT]
 
 MODEL is quantized by GPTQ, on windows of TEXT, once for each ``min_expert_tokens``. On HELDOUT each
 expert's output error is measured on the tokens that the float model routes to it, and averaged over
-the experts that a given number of calibration tokens was routed to; and the perplexity of all.
+experts by the number of calibration tokens that were routed to them. The perplexity is printed too.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from qtool.models.experts import SeparateExperts, separate_experts
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.huggingface import dequantized
 
-#: experts by routed calibration tokens, from and below
+#: ranges of routed calibration tokens: from, and below
 RANGES = ((0, 1), (1, 16), (16, 64), (64, 256), (256, 1 << 30))
 
 
@@ -68,7 +68,7 @@ def inputs(model: PreTrainedModel, windows: Tensor) -> dict[str, list[Tensor]]:
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, windows: Tensor) -> float:
-    """Of all ``windows [B, S]``, eight at a time."""
+    """The perplexity of all ``windows [B, S]``, eight at a time."""
     losses = [model(w, labels=w).loss for w in windows.split(8)]
     return math.exp(float(torch.stack(losses).mean()))
 
@@ -89,7 +89,7 @@ def errors(
 
 
 def main() -> None:
-    """Print, by seed and least tokens, the errors of experts by how many tokens they are routed."""
+    """Print the errors of experts by number of routed tokens, for each seed and least tokens."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,12 @@
-"""Every scheme and recipe on a model that comes without text: it writes its own.
+"""Every scheme and recipe on a model without a text: the model samples its own.
 
     python benchmarks/accuracy/sampled.py MODEL [--schemes all] [--recipes fast,paper,best] [--kv
     none,kv4]
 
-Windows are sampled from the model at temperature 1, token by token, and kept as tokens: 64 to
-calibrate on, 96 others to evaluate on. The rise of log-perplexity on them estimates the divergence,
-which is computed too (benchmarks/journal/accuracy.md). Of several caches each after the first has
-what it adds to the first. Errors are standard errors, paired by window.
+Windows are sampled from the model at temperature 1, token by token, and kept as tokens: 64 for
+calibration and 96 others for evaluation. The rise of log-perplexity on the latter estimates the
+divergence, which is computed too (benchmarks/journal/accuracy.md). With several caches, the rows of
+all but the first show the difference from the first. Errors are standard errors, paired by window.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def sample(
 ) -> Tensor:
     """``[windows, length]`` tokens that the model draws, each window from its first token.
 
-    ``first`` is a token that begins every window and comes nowhere else.
+    ``first`` is a token that begins every window and occurs nowhere else.
     """
     random, cache = torch.Generator(model.device).manual_seed(seed), DynamicCache()
     start = (model.config.bos_token_id or 0) if first is None else first
@@ -59,7 +59,7 @@ def measured(model: PreTrainedModel, windows: Tensor) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print a row for each scheme, recipe and cache, on windows that the model itself wrote."""
+    """Print a row for each scheme, recipe and cache, on windows sampled from the model itself."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

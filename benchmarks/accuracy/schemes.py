@@ -3,9 +3,8 @@
     python benchmarks/accuracy/schemes.py [--model demo] [--calib demo] [--text demo] [--schemes
     all] [--kv kv4]
 
-Prints a Markdown table and, with --write, keeps it in benchmarks/results/accuracy.json after every
-row. Results are kept in --work and reused, so an interrupted run continues with the
-row it was at.
+It prints a Markdown table and, with --write, keeps it in benchmarks/results/accuracy.json after
+every row. Results are kept in --work and reused, so an interrupted run continues with the same row.
 """
 
 import argparse
@@ -64,7 +63,7 @@ def window_divergence(
 
 
 def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any) -> dict[str, Any]:
-    """Quantize, then evaluate; reuses what ``--work`` holds."""
+    """Quantize, then evaluate; results in ``--work`` are reused."""
     options = [
         o
         for o in (
@@ -80,7 +79,7 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
     record = out.with_name(out.name + ".json")
     if record.exists():
         return dict(json.loads(record.read_text()))
-    for unfinished in (out, out.with_name(out.name + ".partial")):  # its time is not known
+    for unfinished in (out, out.with_name(out.name + ".partial")):  # its time is unknown
         shutil.rmtree(unfinished, ignore_errors=True)
     recipe = recipes.load(scheme, variant)
     if arguments.hadamard:
@@ -144,7 +143,7 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
 
 
 def rise(found: dict[str, Any], full: dict[str, Any]) -> str:
-    """Of perplexity, with the standard error over windows: each is paired with itself in full
+    """The rise of perplexity with its standard error over windows, each paired with itself in full
     precision.
     """
     share, error = rise_and_error(found, full)
@@ -158,7 +157,7 @@ def rise_and_error(found: dict[str, Any], full: dict[str, Any]) -> tuple[float, 
 
 
 def rows(arguments: argparse.Namespace, full: dict[str, Any], base: Any) -> Iterator[Any]:
-    """The rows, as they are measured."""
+    """The rows, each as soon as it is measured."""
     known = {name: variants.split() for name, variants, _ in api.schemes()}
     chosen = ORDER if arguments.schemes == "all" else arguments.schemes.split(",")
     for scheme in chosen:

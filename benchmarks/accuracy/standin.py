@@ -3,10 +3,10 @@ model.
 
     python benchmarks/accuracy/standin.py OUT --text books.train.txt.xz --text c4.utf8 ...
 
-tokenizes the texts with the demo's tokenizer (kept as OUT/train.npy), trains on a GPU (two and a
-half minutes of an H200) and writes a Hugging Face model. Dropout keeps it from knowing its texts by
-heart: a model that does gets *better* on other texts when its weights are rounded, and nothing can
-be judged by it.
+It tokenizes the texts with the demo's tokenizer (kept as OUT/train.npy), trains on a GPU (two and a
+half minutes of an H200) and writes a Hugging Face model. Dropout keeps the model from memorizing
+its texts: a model that does gets *better* on other texts when its weights are rounded, so that it
+shows nothing about rounding.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 import qtool
 
 CONTEXT = 512
-WINDOWS = 32  # a step
+WINDOWS = 32  # windows a step
 PASSES = 11
 WARMUP = 200
 DROPOUT = 0.1
@@ -35,7 +35,7 @@ END_OF_BOOK = "<|endofbook|>"
 
 
 def tokens_of(paths: list[Path], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """All documents of all texts as one row of ids, an end-of-text token behind each."""
+    """All documents of all texts as one row of ids, with an end-of-text token after each."""
     ids: list[int] = []
     for path in paths:
         data = path.read_bytes()
@@ -47,8 +47,8 @@ def tokens_of(paths: list[Path], tokenizer: PreTrainedTokenizerBase) -> np.ndarr
 
 
 def build(vocabulary: int) -> LlamaForCausalLM:
-    """384 wide, 8 blocks, 6 query and 2 kv heads; what is added to the residual stream passes a
-    dropout.
+    """A Llama of width 384 with 8 blocks, 6 query and 2 kv heads, and a dropout before each
+    addition to the residual stream.
     """
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -76,7 +76,7 @@ def build(vocabulary: int) -> LlamaForCausalLM:
 
 
 def batches(tokens: Tensor, seed: int = 1):
-    """``[WINDOWS, CONTEXT]`` each; every pass cuts the row at a new offset and shuffles the
+    """Batches ``[WINDOWS, CONTEXT]``; every pass cuts the row at a new offset and shuffles the
     windows.
     """
     random = torch.Generator().manual_seed(seed)
@@ -90,7 +90,7 @@ def batches(tokens: Tensor, seed: int = 1):
 
 
 def train(model: LlamaForCausalLM, tokens: Tensor) -> None:
-    """AdamW on a cosine that ends with the last pass."""
+    """Train by AdamW, with a cosine learning rate that ends with the last pass."""
     compiled, steps = torch.compile(model), PASSES * ((len(tokens) // CONTEXT - 1) // WINDOWS)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": WEIGHT_DECAY},

@@ -1,10 +1,11 @@
-"""What a tied head costs ``best``: KL with the head untied in 16 and 8 bits, and with the tie kept.
+"""The cost of a tied head in ``best``: KL with the head untied in 16 and 8 bits, and kept tied.
 
     python benchmarks/accuracy/tied.py MODEL
 
-MODEL is a model that ties embedding and head. It writes its own calibration and evaluation text,
-by default 24 windows of 256 tokens each. KL divergence from full precision in 1/1000 nats a token;
-in brackets the change against the untied head in 16 bits, paired by window, with its 95 % interval.
+MODEL is a model that ties embedding and head. Its calibration and evaluation text is sampled from
+itself, by default 24 windows of 256 tokens each. The table has the KL divergence from full
+precision in 1/1000 nats a token; the number in brackets is the change against the untied head in 16
+bits, paired by window, with its 95 % interval.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def divergence(model: PreTrainedModel, base: PreTrainedModel, windows: Tensor) -
 
 
 def rounded_head(model: PreTrainedModel) -> PreTrainedModel:
-    """``model`` with its head rounded to 8 bits a row."""
+    """``model`` with its head rounded to 8 bits, with a scale for each row."""
     weight = model.get_output_embeddings().weight.data
     scale = weight.abs().amax(1, keepdim=True) / 127
     weight.copy_((weight / scale).round() * scale)
@@ -51,7 +52,7 @@ def rounded_head(model: PreTrainedModel) -> PreTrainedModel:
 def measured(
     source: Checkpoint, windows: Tensor, schemes: Iterable[str], work: Path
 ) -> Iterator[str]:
-    """One line a scheme; one half of the windows is calibrated on, the other evaluated."""
+    """A line for each scheme; half of the windows calibrate, the other half are evaluated."""
     calibrated, evaluated = windows.tensor_split(2)
     base = load(source.directory, dtype=torch.float32)
     calibration = Calibration(list(calibrated.split(BATCH)), {"text": "the model's own"})

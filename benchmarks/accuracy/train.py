@@ -5,9 +5,9 @@
     python benchmarks/accuracy/train.py dense OUT --tokens TOKENS --minutes 3
     python benchmarks/accuracy/train.py mixture OUT --tokens TOKENS --minutes 3
 
-Writes a Hugging Face model in bf16 with its tokenizer, and ``training.json`` beside it. The model
-computes in bf16 and AdamW keeps float32 weights; the cosine of the learning rate follows the clock,
-so that a training ends on time on any GPU.
+It writes a Hugging Face model in bf16 with its tokenizer and ``training.json``. The model computes
+in bf16 and AdamW keeps float32 weights. The cosine of the learning rate follows the clock, so that
+a training ends on time on any GPU.
 """
 
 import argparse
@@ -30,8 +30,8 @@ CONTEXT = 1024
 WARMUP = 100  # steps
 WEIGHT_DECAY = 0.1
 EVALUATE_EVERY = 30  # seconds
-HELD_OUT = 64  # windows of the evaluations on the way; the last takes all
-LAST_SECONDS = 10  # for the last evaluation and for writing
+HELD_OUT = 64  # windows of the evaluations during training; the last evaluation takes all
+LAST_SECONDS = 10  # seconds for the last evaluation and for writing
 COMMON = {
     "head_dim": 64,
     "num_key_value_heads": 4,
@@ -87,7 +87,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def build(shape: str, vocabulary: int) -> PreTrainedModel:
-    """A random model of one of :data:`SHAPES`, in bf16; the same each time."""
+    """A random model of one of :data:`SHAPES` in bf16, the same in each call."""
     options = dict(SHAPES[shape])
     config = AutoConfig.for_model(options.pop("model_type"), vocab_size=vocabulary, **options)
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ def build(shape: str, vocabulary: int) -> PreTrainedModel:
 
 
 def batches(tokens: Tensor, windows: int) -> Iterator[Tensor]:
-    """``[windows, CONTEXT]`` without end; every pass cuts the row at a new offset and shuffles."""
+    """Endless batches ``[windows, CONTEXT]``; each pass cuts at a new offset and shuffles."""
     random, count = torch.Generator().manual_seed(1), len(tokens) // CONTEXT - 1
     while True:
         offset = int(torch.randint(CONTEXT, (), generator=random))
@@ -117,12 +117,12 @@ def held_out_loss(model: PreTrainedModel, tokens: Tensor, limit: int | None = No
 
 
 def learning_rate(step: int, share: float, peak: float) -> float:
-    """Of a step that begins when ``share`` of the time is over."""
+    """The learning rate of a step that begins when ``share`` of the time is over."""
     return peak * min((step + 1) / WARMUP, 0.02 + 0.49 * (1 + math.cos(math.pi * min(share, 1))))
 
 
 def train(model: PreTrainedModel, tokens: Tensor, valid: Tensor, arguments: Any) -> dict[str, Any]:
-    """Train until the time is over; the record."""
+    """Train until the time is over; returns the record."""
     started = time.monotonic()
     deadline = started + 60 * arguments.minutes - LAST_SECONDS
     weights = list(model.parameters())
@@ -142,7 +142,7 @@ def train(model: PreTrainedModel, tokens: Tensor, valid: Tensor, arguments: Any)
         if now > deadline and step:
             break
         if step == 1:
-            first = now  # what the compiler took is over
+            first = now  # the compilation is over
         rate = learning_rate(step, (now - first) / (deadline - first), arguments.rate)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -163,7 +163,7 @@ def train(model: PreTrainedModel, tokens: Tensor, valid: Tensor, arguments: Any)
             evaluations.append(found | {"seconds": round(time.monotonic() - started, 1)})
             print(evaluations[-1], flush=True)
         elif step % 8 == 0:
-            loss.item()  # the clock does not run ahead of the GPU
+            loss.item()  # waits, so that the clock does not run ahead of the GPU
     model.eval()
     return {
         "steps": step,

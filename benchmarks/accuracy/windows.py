@@ -1,11 +1,11 @@
-"""What the calibration windows of a recipe cost: whose text, how many, and who continues them.
+"""The effect of a recipe's calibration windows: their text, number, and continuation by the model.
 
     python benchmarks/accuracy/windows.py demo DIR --calib wiki.txt --calib wiki.txt,c4.txt
     --text books.txt [--samples 64,128] [--windows given,continued] [--schemes w4a16,w4a8-lqq]
 
-Prints the divergence from full precision of each model on windows that it samples itself and on
-those of --text, which no --calib should hold. ``--write FILE`` keeps the table as JSON after every
-row, for benchmarks/tables.py.
+It prints the divergence from full precision of each model, on windows sampled from the model itself
+and on windows of --text, which no --calib should hold. ``--write FILE`` keeps the table as JSON
+after every row, for benchmarks/tables.py.
 """
 
 import argparse
@@ -30,7 +30,7 @@ HEAD = ["model", "scheme", "calibration text", "its windows are", "windows"]
 def heldout(
     model: str, base: PreTrainedModel, text: str, limit: int, length: int
 ) -> dict[str, Tensor]:
-    """Windows ``[limit, length]`` of the model itself, and of ``text``."""
+    """Windows ``[limit, length]`` sampled from the model itself, and windows of ``text``."""
     tokenizer = qtool.load_tokenizer(model)
     found = corpora.load(text, split=corpora.TEST).text
     ids = tokenizer(found, return_tensors="pt", verbose=False)["input_ids"][0]
@@ -41,7 +41,7 @@ def heldout(
 
 
 def names(calibration: str) -> str:
-    """The texts of a mix, without their folders."""
+    """The names of the texts of a mix, without their folders."""
     return ", ".join(Path(part).name for part in calibration.split(","))
 
 

@@ -1,14 +1,15 @@
-"""What outliers cost each scheme and recipe: the divergence of a model with them and without.
+"""The cost of outliers in each scheme and recipe: the divergence of a model with and without them.
 
     python benchmarks/accuracy/with_outliers.py MODEL [--schemes all] [--recipes fast,paper,best]
     [--first-token ID] [--texts 1] [--apart 16] [--massive 1000 --norm 100 ...] [--device cuda]
     [--write]
 
-Both models compute what MODEL does and have the same shapes; outliers.py, whose options these are
-too, says which outliers one of them has. Windows are sampled from MODEL, begin with the first token
-(its ``bos`` by default) and have it nowhere else. Each pair of texts starts from a rotation of its
-own: what is learned from weights alone would be the same for all of them. Prints a Markdown table
-and, with --write, keeps it in benchmarks/results/outliers.json after every row.
+Both models have the outputs of MODEL and the same shapes. One of them has the outliers that
+outliers.py describes, whose options this script has too. Windows are sampled from MODEL, begin with
+the first token (its ``bos`` by default) and have it nowhere else. Each pair of texts starts from a
+rotation of its own, since the results of learning from weights alone would be the same for all. It
+prints a Markdown table and, with --write, keeps it in benchmarks/results/outliers.json after every
+row.
 """
 
 import argparse
@@ -98,7 +99,7 @@ def main() -> None:
 
 
 def change(without: list[float], those: list[float]) -> str:
-    """Of the mean, of several texts with its standard error."""
+    """The change of the mean as text, with its standard error if there are several texts."""
     ratio = fmean(those) / fmean(without)
     if ratio >= 2:
         return f"x {ratio:.0f}"
@@ -108,7 +109,7 @@ def change(without: list[float], those: list[float]) -> str:
 
 
 def made(source: Path, out: Path, first: int, factors: dict[str, float]) -> Path:
-    """The model with outliers of these sizes."""
+    """Make the model with outliers of these sizes."""
     options = [f"--{kind}={factor}" for kind, factor in factors.items()]
     outliers.make(
         outliers.parser().parse_args([str(source), str(out), f"--first-token={first}", *options])
@@ -144,7 +145,7 @@ def quantized(
             calibration=calibration,
             samples=len(calibration),
             seqlen=calibration.shape[1],
-            windows="given",  # the model wrote them already
+            windows="given",  # they are already sampled from the model
             device=device,
             out=Path(work, "out"),
         )
