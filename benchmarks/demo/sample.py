@@ -1,10 +1,10 @@
 """Sample the demo's held-out and calibration text from the demo model itself, at temperature 1.
 
-On text that a model p sampled, the mean of log p - log q is the Kullback-Leibler divergence KL(p
-|| q) per token: the rise of log-perplexity of a quantized model q is its divergence from the
-full-precision one, no other data needed. That holds when the scored windows are the sampled
-windows. So each window is exactly the 512 tokens that an evaluation cuts from the file, begins
-with the token of a blank line (given, not scored), and must tokenize to itself again.
+On text sampled from a model p, the mean of log p - log q is the Kullback-Leibler divergence KL(p ||
+q) per token. So the rise of log-perplexity of a quantized model q is its divergence from the
+full-precision model, without other data. That holds if the scored windows are the sampled windows.
+So each window is exactly the 512 tokens that an evaluation cuts from the file, begins with the
+token of a blank line (given, not scored), and must tokenize to itself again.
 
 A model puts a little of its probability (the record's `redrawn_share`) on spellings that a
 tokenizer never produces: " th" + "e" for " the". Such a token is drawn again, so p above is the
@@ -17,7 +17,7 @@ window's end that would join its neighbour) are dropped: `rejected_share`.
     --record heldout.json python benchmarks/demo/sample.py --model qtool/demo --windows 128 --seed 2
     --out calibration.txt --record ...
 
-Float32 arithmetic over the bf16 weights, on CPU; about a minute for 64 windows.
+The arithmetic is float32 over the bf16 weights, on a CPU; 64 windows take about a minute.
 """
 
 import argparse
@@ -42,8 +42,8 @@ BLANK_LINE = "\n\n"
 
 
 class NextTo:
-    """Whether the tokenizer can produce two tokens side by side. Parts of a UTF-8 character are let
-    pass.
+    """Whether the tokenizer can produce two tokens side by side. Parts of a UTF-8 character are
+    accepted.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -63,8 +63,8 @@ class NextTo:
 def draw(
     p: torch.Tensor, previous: list[int], next_to: NextTo, random: torch.Generator
 ) -> tuple[torch.Tensor, int]:
-    """One token a row of p [windows, vocabulary], drawn again while it cannot follow; the tokens
-    and the redraws.
+    """One token for each row of p [windows, vocabulary], drawn again while it cannot follow; also
+    the number of redraws.
     """
     tokens = torch.multinomial(p, 1, generator=random)
     redraws = 0
@@ -101,15 +101,15 @@ def sample(
 
 
 def survives_as_text(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the window's text, another window following, tokenizes to the same ids (so it is
-    valid UTF-8 too).
+    """Whether the window's text, followed by another window, tokenizes to the same ids, and so is
+    valid UTF-8.
     """
     text = tokenizer.decode(ids)
     return "\r" not in text and tokenizer(text + BLANK_LINE)["input_ids"] == [*ids, ids[0]]
 
 
 def mean_and_error(per_window: list[float]) -> dict[str, float]:
-    """Mean over windows and its standard error."""
+    """The mean over windows and its standard error."""
     values = torch.tensor(per_window, dtype=torch.float64)
     return {
         "mean": round(float(values.mean()), 4),
@@ -118,7 +118,7 @@ def mean_and_error(per_window: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Sample until enough windows survive as text; write that text, and the record of how."""
+    """Sample until enough windows survive as text; write the text and a record of the sampling."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--windows", type=int, required=True)

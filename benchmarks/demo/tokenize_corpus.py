@@ -1,13 +1,15 @@
 """Train the demo model's tokenizer on a corpus of books and encode the corpus with it.
 
-A byte-level BPE (any text round-trips), of 4,096 tokens unless told. A run of newlines is a
-pre-token of its own, so that a blank line is one token and a window of tokens that begins with one
-stays whole when its text is tokenized again (`sample.py` depends on it).
+The tokenizer is a byte-level BPE (any text round-trips), by default of 4,096 tokens. A run of
+newlines is a pre-token of its own, so that a blank line is one token and a window of tokens that
+begins with a blank line has the same tokens when its text is tokenized again (`sample.py` depends
+on it).
 
     python benchmarks/demo/tokenize_corpus.py --train books.train.txt --valid books.valid.txt --out
     WORK
 
-writes `WORK/tokenizer/` (for `AutoTokenizer`) and `WORK/train.bin`, `WORK/valid.bin` (uint16 ids).
+It writes `WORK/tokenizer/` (for `AutoTokenizer`) and `WORK/train.bin`, `WORK/valid.bin` (uint16
+ids).
 """
 
 import argparse
@@ -21,7 +23,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_BOOK = "<|endofbook|>"
-BOOKS_AT_ONCE = 256  # encoded on all cores
+BOOKS_AT_ONCE = 256  # books that are encoded together on all cores
 PRE_TOKENS = (
     r"\n+|'(?:[sdmt]|ll|ve|re)\b| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
 )

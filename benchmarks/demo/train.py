@@ -3,10 +3,10 @@ checkpoint kept.
 
     python benchmarks/demo/train.py --tokens WORK --out WORK/model
 
-reads `train.bin` and `valid.bin` (`tokenize_corpus.py`) and writes the best Hugging Face model of
-each shape in bf16 and `training.json`, every evaluation of every setting. One GPU, about a minute a
-setting. The corpus is small (7 M tokens), so the model begins to memorize it within a few passes:
-strong weight decay delays that, the held-out loss ends it.
+It reads `train.bin` and `valid.bin` (`tokenize_corpus.py`) and writes the best Hugging Face model
+of each shape in bf16, and `training.json` with every evaluation of every setting. A setting takes
+about a minute on one GPU. The corpus is small (7 M tokens), so the model begins to memorize it
+within a few passes: strong weight decay delays that, and the held-out loss ends the training.
 """
 
 import argparse
@@ -32,7 +32,7 @@ EVALUATIONS_PER_PASS = 2
 
 @dataclass(frozen=True)
 class Setting:
-    passes: int  # over the training tokens; the cosine ends there
+    passes: int  # passes over the training tokens, at the end of which the cosine ends
     weight_decay: float
     learning_rate: float = 3e-3
     hidden: int = 256
@@ -110,7 +110,7 @@ def optimizer_for(model, setting: Setting) -> torch.optim.AdamW:
 
 
 def train(setting: Setting, train_tokens, valid_tokens, deadline: float) -> tuple[dict, dict]:
-    """One setting: its record and its best weights."""
+    """Train one setting; returns its record and its best weights."""
     model = build(setting)
     compiled = torch.compile(model)
     optimizer = optimizer_for(model, setting)
@@ -173,7 +173,7 @@ def load_tokens(path: Path) -> torch.Tensor:
 
 
 def save(setting: Setting, weights: dict, valid_tokens: torch.Tensor, out: Path) -> float:
-    """Write the bf16 model; the held-out loss of the bf16 weights in float32 arithmetic."""
+    """Write the bf16 model; returns its held-out loss in float32 arithmetic."""
     model = build(setting)
     model.load_state_dict(weights)
     model.bfloat16().save_pretrained(out)
