@@ -3,7 +3,7 @@
     python benchmarks/kernels/bench.py [--models llama-3-8b,llama-2-70b] [--tokens 1,16,64]
     [--columns w4a4,w8a8] [--json benchmarks/results/kernels.json]
 
-Other kernels than the W4A8 ones are kept in benchmarks/results/kernels-others.json.
+Results of other kernels than the W4A8 ones are kept in benchmarks/results/kernels-others.json.
 """
 
 import argparse

@@ -4,13 +4,13 @@
     [--schemes w4a8-lqq,w8a8,w4a16] [--rotated] [--loop] [--against vllm]
     [--json benchmarks/results/experts.json]
 
-The whole layer after the router: sorting, quantization or copies, both GEMMs, SiLU and the weighted
-sum, by CUDA graphs, over layers that take turns and random routing, another for each. ``--rotated``
-adds each scheme with the inputs of down rotated at run time. ``--loop`` adds one expert after
-another, each with all tokens, as a captured graph needs it without grouped GEMMs.
-``--against vllm`` adds vLLM's ``fused_experts`` in FP8, the fastest of its per-tensor and its
-128 x 128 block scales. The floor is the chosen experts' weights once, in the first scheme, or the
-arithmetic.
+It times the whole layer after the router: sorting, quantization or copies, both GEMMs, SiLU and the
+weighted sum, by CUDA graphs, over layers that take turns, each with its own random routing.
+``--rotated`` adds each scheme with the inputs of down rotated at run time. ``--loop`` adds a loop
+over the experts, each with all tokens, which a captured graph needs without grouped GEMMs.
+``--against vllm`` adds vLLM's ``fused_experts`` in FP8, the faster of its per-tensor and its
+128 x 128 block scales. The floor is the time to read the chosen experts' weights once, in the first
+scheme, or the time of the arithmetic.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from qtool.schemes import get
 
 @dataclass(frozen=True)
 class Shape:
-    """Hidden and intermediate channels, experts, and how many of them a token goes to."""
+    """Hidden and intermediate channels, number of experts, and experts of a token."""
 
     hidden: int
     inter: int
@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """Of an expert."""
+        """The number of weights of an expert."""
         return 3 * self.hidden * self.inter
 
     def sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -64,7 +64,7 @@ MODELS = {
     "qwen3-235b-a22b": Shape(4096, 1536, 128, 8),
 }
 TOKENS = (1, 16, 64, 128, 256, 1024)
-#: of each scheme the layout, and the stored bits of a weight
+#: by scheme, the layout and the stored bits of a weight
 SCHEMES = {
     "w4a8-lqq": ("dual-mma", 4.25),
     "w4a8-qoq": ("dual-mma", 4.0),
@@ -96,7 +96,7 @@ def random_stack(scheme: str, experts: int, n: int, k: int, rotated: bool = Fals
 
 
 def routed(shape: Shape, tokens: int) -> Routed:
-    """Random tokens, each to other experts."""
+    """Random tokens, each routed to its own random experts."""
     x = torch.randn(tokens, shape.hidden, device="cuda").bfloat16()
     scores = torch.rand(tokens, shape.experts, device="cuda")
     weights, ids = scores.softmax(-1).topk(shape.top)
@@ -112,7 +112,7 @@ def grouped(scheme: str, shape: Shape, rotated: bool = False) -> Layer:
 
 
 def loop(scheme: str, shape: Shape) -> Layer:
-    """The same, one expert after another, each with all tokens."""
+    """One layer's experts, one after another, each with all tokens."""
     stacks = [random_stack(scheme, shape.experts, n, k) for n, k in shape.sizes()]
 
     def multiply(stack: ExpertStack, expert: int, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def loop(scheme: str, shape: Shape) -> Layer:
 
 
 def in_vllm(block: list[int] | None, shape: Shape) -> Layer:
-    """vLLM's FP8 experts; a scale for each block of weights, or for each expert."""
+    """vLLM's FP8 experts, with a scale for each block of weights or for each expert."""
     from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
@@ -165,7 +165,7 @@ def times(
 
 
 def floor_us(shape: Shape, tokens: int, scheme: str) -> float:
-    """The bytes of the experts that random tokens go to, or their arithmetic."""
+    """The least time for the bytes of the experts of random tokens, or for their arithmetic."""
     bits, rate = SCHEMES[scheme][1], HALF_OPERATIONS if scheme == "w4a16" else OPERATIONS
     chosen = shape.experts * (1 - (1 - shape.top / shape.experts) ** tokens)
     operations = 2 * tokens * shape.top * shape.weights
@@ -175,7 +175,7 @@ def floor_us(shape: Shape, tokens: int, scheme: str) -> float:
 def columns(
     schemes: list[str], rotated: bool, with_loop: bool, against: bool
 ) -> Iterator[tuple[str, Any, float]]:
-    """Name, maker and bits a weight of what is timed."""
+    """Name, maker and bits of a weight of each layer that is timed."""
     for scheme in schemes:
         yield scheme, partial(grouped, scheme), SCHEMES[scheme][1]
         if rotated:

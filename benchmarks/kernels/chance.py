@@ -5,9 +5,9 @@ last place, on a CPU.
     [--limit 16]
 
 The float32 output of every linear with quantized activations is multiplied by 1 + u, u uniform
-within 2^-23, before it is rounded to the model's dtype: what another order of sums does, on any
-device. Prints each draw's perplexity, and beside the first (no noise) the relative change and the
-standard error of the paired difference over windows.
+within 2^-23, before it is rounded to the model's dtype. Another order of sums has the same effect,
+on any device. It prints each draw's perplexity, and for all but the first (no noise) the relative
+change and the standard error of the paired difference over windows.
 """
 
 import argparse

@@ -3,10 +3,10 @@ failure.
 
     python benchmarks/kernels/check.py [--fuzz 500] [--quick]
 
-int32 sums equal the integer reference exactly (float64 products of integers are exact); every code,
-level-2 scale and legal offset; one-hot tokens, which spell out the weight's layout; outputs
-poisoned before each run; the fused epilogue within one unit in the last place of a float64
-reference; CUDA graphs; fuzzed shapes.
+It checks that int32 sums equal the integer reference exactly (float64 products of integers are
+exact), and that the fused epilogue is within one unit in the last place of a float64 reference. It
+runs every code, level-2 scale and legal offset, one-hot tokens, which read out the weight's layout,
+outputs that are poisoned before each run, CUDA graphs, and fuzzed shapes.
 """
 
 import argparse
@@ -64,16 +64,16 @@ TILES = [
     Tile(32, 128, 2, 2),
     Tile(8, 128, 2),
 ]
-#: further kernels: ``checks(fuzz, small)`` of each yields names, and None or what is wrong
+#: further kernels: ``checks(fuzz, small)`` of each yields names, each with an error or None
 OTHERS = (check_w4a4, check_w4a16, check_mma, check_kv)
-#: what was checked, and what is wrong or None
+#: the name of a check, and the error or None
 Check = tuple[str, str | None]
 ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 
 @dataclass
 class Case:
-    """One weight in both forms: as the kernel stores it, and as the exact int8 (or u4) matrix."""
+    """A weight in two forms: as the kernel stores it, and as the exact int8 (or u4) matrix."""
 
     scheme: str
     group: int | None
@@ -145,7 +145,7 @@ class Case:
         return out[:-1]
 
     def verify(self, tile: Tile, m: int, dtype: torch.dtype, bias: bool) -> str | None:
-        """None, or what is wrong."""
+        """The error, or None."""
         n, k = self.w8.shape
         x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
         sx = torch.rand(m, device="cuda") * 0.05 + 1e-4
@@ -156,8 +156,8 @@ class Case:
 def compare(
     got: Tensor, sums: Tensor, sx: Tensor, scale: Tensor | None, bias: Tensor | None
 ) -> str | None:
-    """None, or where ``got`` is not the sums (int32), or not scaled and biased to one unit in the
-    last place.
+    """The place where ``got`` differs from the sums (int32), or by more than one unit in the last
+    place from the scaled sums with bias; None if nowhere.
     """
     if got.dtype == torch.int32:
         wrong = got.long() != sums
@@ -178,9 +178,7 @@ def compare(
 
 
 def every_dequantization(scheme: str, group: int, tile: Tile) -> str | None:
-    """All codes x scales x legal offsets, read out by one-hot tokens: the output is the weight
-    itself.
-    """
+    """Check all codes x scales x legal offsets by one-hot tokens: the output is the weight."""
     offsets = range(9, 248) if scheme == "w4a8-lqq" else range(16)
     pairs = [(s, o) for s in range(1, 17) for o in offsets]
     n, groups = 256, -(-len(pairs) // 256 // (128 // group)) * (128 // group) + 128 // group
@@ -248,8 +246,8 @@ def w8a8(tile: Tile, m: int, n: int, k: int, dtype: torch.dtype) -> str | None:
 def quantization(
     m: int, k: int, dtype: torch.dtype, fusion: str, gather: bool, rotated: bool
 ) -> str | None:
-    """Plain: equal to the CPU's codes, scales and sums. Fused: scales to rounding, codes to one
-    step.
+    """Check the quantization: plain, codes, scales and sums equal the CPU's; fused, scales are
+    equal up to rounding and codes up to one step.
     """
     x = torch.randn(m, k * (2 if fusion == "silu-up" else 1), device="cuda").to(dtype)
     x[m // 2] = 0
@@ -277,7 +275,7 @@ def quantization(
 
 
 def small() -> int:
-    """Every tile once on a ragged shape: few enough launches for compute-sanitizer."""
+    """Check every tile once on a ragged shape, with few enough launches for compute-sanitizer."""
     wrong = [
         Case.random("w4a8-lqq", 64, 192, 384).verify(tile, 5, torch.bfloat16, True)
         for tile in TILES
@@ -287,7 +285,7 @@ def small() -> int:
     ]
     many = Case.random(
         "w4a8-lqq", 64, 128 * 71, 128
-    )  # several tiles a block, a shared one first or last
+    )  # a thread block has several tiles, the first or the last of them shared
     wrong += [
         many.verify(tile, 2 * tile.tokens + 5, torch.bfloat16, False)
         for tile in TILES
@@ -357,7 +355,7 @@ def checks_of_graphs() -> Iterator[Check]:
 
 
 def fuzz(count: int, jobs: Sequence[tuple[str, int | None, Tile, torch.dtype]]) -> Iterator[Check]:
-    """``count`` random shapes, each by one of the ``jobs`` that are compiled."""
+    """Check ``count`` random shapes, each by one of the compiled ``jobs``."""
     for i in range(count):
         scheme, group, tile, dtype = random.choice(jobs)
         n, k = 64 * random.randint(1, 20), (group if group == 128 else 64) * random.randint(1, 24)
@@ -373,7 +371,7 @@ def fuzz(count: int, jobs: Sequence[tuple[str, int | None, Tile, torch.dtype]]) 
 
 
 def main() -> int:
-    """Compile all that is checked, then print each check and the number of failures."""
+    """Compile all kernels to check, then print each check and the number of failures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fuzz", type=int, default=500)
     parser.add_argument("--quick", action="store_true", help="LiquidQuant g64 only")

@@ -1,9 +1,9 @@
 """Is attention over the packed cache right? Part of ``check.py``; alone: ``python
 benchmarks/kernels/check_kv.py``.
 
-The kernel against float64 attention over what the codes stand for, the relative distance
-(Frobenius) of all outputs, less half a unit in the last place of each; bytes that no token was
-written to are poisoned; equal calls give equal bits; a CUDA graph sees the lengths change; the
+The kernel is compared with float64 attention over the dequantized cache, by the relative distance
+(Frobenius) of all outputs, minus half a unit in the last place of each. Bytes to which no token was
+written are poisoned; equal calls give equal bits; a CUDA graph runs with changing lengths; the
 append writes the scheme's bytes and no others.
 """
 
@@ -27,17 +27,17 @@ from qtool.schemes.kv import KV4, KV8
 
 Check = tuple[str, str | None]
 DIMS = (16, 64, 80, 96, 112, 128, 192, 256)
-#: of the whole output from float64, beyond its own rounding: weights are rounded to f16
+#: largest distance of the output from float64, beyond its own rounding: weights are rounded to f16
 TOLERANCE = 6e-4
-#: more of it by the scores' root mean square: kv8's queries are rounded to f16 after the keys'
-#: scales went into them
+#: additional tolerance for each unit of the scores' root mean square: kv8's queries are rounded to
+#: f16 after the keys' scales are multiplied into them
 SCORES = {"kv4": 0.0, "kv8": 1e-4}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One call; ``ragged`` sequences differ in length, ``spread`` scales keys and values token by
-    token, kv4's channels then differ in importance.
+    """One call; ``ragged`` sequences differ in length. ``spread`` scales keys and values token by
+    token, and kv4's channels then differ in importance.
     """
 
     kv: str
@@ -116,7 +116,7 @@ class Case:
             x = randn(batch, heads, tokens, dim) + 2 * (1 - part) * randn(heads, 1, dim)
             if shape.spread:
                 x *= torch.exp(2 * randn(batch, heads, tokens, 1))
-            self.x.append(x.clamp(-6e4, 6e4).to(shape.dtype))  # which float16 holds
+            self.x.append(x.clamp(-6e4, 6e4).to(shape.dtype))  # float16 holds these values
             self.packed.append(self._pack(self.x[-1]))
 
     def _pack(self, x: Tensor) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ class Case:
 
 
 def _prepare(shapes: list[Shape]) -> None:
-    """Compile in parallel what the checks would compile one by one."""
+    """Compile in parallel the kernels that the checks would compile one by one."""
     major, minor = torch.cuda.get_device_capability()
     sources = []
     for shape in shapes:
@@ -216,7 +216,7 @@ def _prepare(shapes: list[Shape]) -> None:
 
 
 def checks(fuzz: int, small: bool) -> Iterator[Check]:
-    """Name of each check, and what is wrong or None; ``small``: a few tiny shapes, for
+    """The name of each check, and the error or None; ``small`` has a few tiny shapes, for
     compute-sanitizer.
     """
     shapes = {f"kv attention {shape}": shape for shape in (_tiny() if small else _chosen())}
@@ -282,7 +282,7 @@ def _graph(kv: str) -> str | None:
 
 
 def _append(shape: Shape, seed: int) -> str | None:
-    """Append a tensor chunk by chunk: the bytes are those of the whole, with poison beyond."""
+    """Append a tensor chunk by chunk: the bytes equal those of the whole, with poison after it."""
     case, rng = Case(shape, seed), random.Random(seed)
     for x, packed in zip(case.x, case.packed, strict=True):
         written = {

@@ -2,10 +2,10 @@
 
     python benchmarks/kernels/check_mma.py [--fuzz 500] [--small]
 
-On Hopper s4 is emulated: slow, and the same integers. int32 sums equal the reference exactly; with
-unit scales so do the float totals of groups; with random scales they are within float32 rounding of
-float64. Every code, level-2 scale and legal offset; one-hot tokens spell out the weight; outputs
-are poisoned; two runs agree bit for bit.
+On Hopper s4 is emulated: it is slow, but gives the same integers. int32 sums equal the reference
+exactly; with unit scales so do the float totals of groups; with random scales they are within
+float32 rounding of float64. The checks run every code, level-2 scale and legal offset; one-hot
+tokens read out the weight; outputs are poisoned; two runs agree bit for bit.
 """
 
 import random
@@ -54,9 +54,9 @@ class Case:
 
     operand: MmaOperand
     weight: MmaWeight
-    w8: Tensor  # [N, K] int8, what the tensor cores multiply, zero points taken off
+    w8: Tensor  # [N, K] int8, as the tensor cores multiply it, zero points subtracted
     scale: Tensor  # [G, N]
-    layout: str | None = None  # of s4 weights: the tokens' arrangement
+    layout: str | None = None  # for s4 weights: the tokens' arrangement
 
     @classmethod
     def w4a8(
@@ -103,7 +103,7 @@ class Case:
         return cls(w4ax_mma.operand(layout, group, dtype, mixed), weight, codes, scale, layout)
 
     def tokens(self, m: int) -> Tensor:
-        """Random codes ``[m, K]``: of 8 bits, of 4, or of both by block."""
+        """Random codes ``[m, K]`` of 8 bits, of 4 bits, or of both by block."""
         k = self.w8.shape[1]
         wide = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
         if self.layout is None:
@@ -119,7 +119,7 @@ class Case:
     def run(
         self, tile: MmaTile, x: Tensor, sx: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """``x [M, K]`` in natural order, ``sx [M, G]``; poison beside and under the output."""
+        """The output for ``x [M, K]`` in natural order and ``sx [M, G]``, in poisoned memory."""
         (m, k), n = x.shape, len(self.w8)
         out = torch.full((m + 1, n), 77, dtype=dtype, device="cuda")
         out[:-1] = 0x5A5A5A5A if dtype == torch.int32 else float("nan")
@@ -147,7 +147,7 @@ class Case:
         return out[:-1]
 
     def verify(self, tile: MmaTile, m: int, dtype: torch.dtype) -> str | None:
-        """None, or what is wrong: int32 sums, or an epilogue; of groups their totals."""
+        """The error in int32 sums, an epilogue or the totals of groups; None if there is none."""
         n, groups = len(self.w8), len(self.scale)
         x, sx = self.tokens(m), torch.rand(m, groups, device="cuda") * 0.05 + 1e-4
         bias = (
@@ -158,7 +158,7 @@ class Case:
         got = self.run(tile, x, sx, bias, dtype)
         if not torch.equal(got, self.run(tile, x, sx, bias, dtype)):
             return "two runs differ"
-        # a kernel promotes the sums of 128 inputs at most: its rounding is to be measured by theirs
+        # a kernel promotes the sums of at most 128 inputs: their size bounds its rounding error
         pieces = (
             max(groups, self.w8.shape[1] // BLOCK)
             if self.operand.tiles == mma.NARROW_TILES
@@ -185,8 +185,8 @@ class Case:
         return report(~((got.double() - want).abs() <= ulp + rounding))
 
     def exact(self, tile: MmaTile, x: Tensor) -> str | None:
-        """None, or where the integer sums differ: int32 ones, or a group kernel's through scales of
-        one.
+        """The place where the integer sums differ, or None: int32 sums, or a group kernel's sums
+        with scales of one.
         """
         case, dtype = self, torch.int32
         if self.operand.tiles == mma.NARROW_TILES:
@@ -206,7 +206,7 @@ def draw(low: int, high: int, *shape: int) -> Tensor:
 
 
 def report(wrong: Tensor) -> str | None:
-    """How many elements are ``wrong`` and where the first is; None if none are."""
+    """The number of ``wrong`` elements and the place of the first; None if none are wrong."""
     return (
         f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}"
         if wrong.any()
@@ -224,9 +224,7 @@ def legal(scheme: str, codes: Tensor, s2: Tensor, other: Tensor) -> Tensor:
 
 
 def every_dequantization(scheme: str, group: int, tile: MmaTile) -> str | None:
-    """All codes x scales x legal offsets, read out by one-hot tokens: the output is the weight
-    itself.
-    """
+    """Check all codes x scales x legal offsets by one-hot tokens: the output is the weight."""
     lqq = scheme == "w4a8-lqq"
     pairs = torch.tensor(
         list(product(range(1, 17), range(9, 248) if lqq else range(16))), device="cuda"
@@ -269,7 +267,7 @@ def graph_capture() -> str | None:
 
 
 def quantization(m: int, k: int, mixed: bool) -> str | None:
-    """Codes and scales equal to the CPU's, for both layouts, gathered."""
+    """Check that codes and scales equal the CPU's, for both layouts, with gathered inputs."""
     x, order = torch.randn(m, k, device="cuda").bfloat16(), torch.randperm(k, device="cuda").int()
     x[m // 2, : k // 2] = 0
     eight_bit = draw(0, 2, k // BLOCK) if mixed else None
@@ -283,7 +281,7 @@ def quantization(m: int, k: int, mixed: bool) -> str | None:
 
 
 def operands() -> list[MmaOperand]:
-    """Those of all kinds of W4A8 and W4Ax weights."""
+    """The operands of all kinds of W4A8 and W4Ax weights."""
     return [w4a8_mma.operand(*kind) for kind in W4A8] + [w4ax_mma.operand(*kind) for kind in W4AX]
 
 
@@ -300,7 +298,7 @@ def random_case(kind: tuple[object, ...], n: int, k: int) -> Case:
 
 
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
-    """Each check's name, and None or the error; ``small``: few and tiny, for compute-sanitizer."""
+    """Each check's name, and the error or None; ``small`` has few tiny ones (compute-sanitizer)."""
     if not small:
         prepare((torch.int32, torch.bfloat16, torch.float16, torch.float32))
     for kind in (*W4A8, *W4AX):

@@ -3,9 +3,9 @@ alone.
 
     python benchmarks/kernels/check_w4a16.py [--fuzz 500] [--small]
 
-One-hot tokens spell out the weight, scale included, exactly; outputs are poisoned; shapes are
+One-hot tokens read out the weight, scale included, exactly; outputs are poisoned; shapes are
 fuzzed. Random sums may be off by :data:`TOLERANCE` of the sum of their terms' magnitudes, and by
-the rounding of the output. Where wgmma multiplies rounded weights, those are what it is held to.
+the rounding of the output. If wgmma multiplies rounded weights, the reference does so too.
 """
 
 import itertools
@@ -29,8 +29,8 @@ from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24
 
-#: of sum |x| |w|: tensor cores truncate up to 128 terms, then float32 additions of the groups;
-#: where wgmma adds all of K, up to 2048 terms, and in proportion beyond
+#: share of sum |x| |w|: tensor cores truncate up to 128 terms, then groups are added in float32; if
+#: wgmma adds all of K, it holds for up to 2048 terms, and in proportion beyond
 TOLERANCE = 2.0**-20
 TILES = [
     HalfTile(8, 4, teams=2, split=4, blocks_per_sm=2),
@@ -61,12 +61,12 @@ GROUPS = (32, 64, 128, 0)
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CAPABILITY = (9, 0)
 AnyTile: TypeAlias = HalfTile | Tile
-MOST_FUZZED_KERNELS = 120  # of random variants, to compile; their shapes are drawn for each run
+MOST_FUZZED_KERNELS = 120  # random variants to compile; their shapes are drawn in each run
 
 
 @dataclass
 class Case:
-    """One weight in both forms: packed, and as the exact float64 matrix ``[N, K]``."""
+    """A weight in two forms: packed, and as the exact float64 matrix ``[N, K]``."""
 
     weight: HalfWeight
     exact: Tensor
@@ -88,7 +88,7 @@ class Case:
         return cls.make(prune(codes) if sparse else codes, scale, sparse)
 
     def multiplied(self, tile: AnyTile, dtype: torch.dtype) -> Tensor:
-        """The weight that tokens of ``dtype`` are multiplied by, float64."""
+        """The weight by which tokens of ``dtype`` are multiplied, in float64."""
         weight = self.weight
         alike = weight.group > 0 and weight.scale.dtype == dtype
         if isinstance(tile, Tile) and tile.tokens > EXACT_TOKENS and alike:
@@ -120,7 +120,7 @@ class Case:
         bias: bool,
         hopper: bool,
     ) -> str | None:
-        """None, or what is wrong."""
+        """The error, or None."""
         n, k = self.exact.shape
         x = torch.randn(m, k, device="cuda").to(dtype)
         b = torch.randn(n, device="cuda").to(dtype) if bias else None
@@ -155,7 +155,7 @@ def _describe(wrong: Tensor, got: Tensor) -> str | None:
 def one_hot(
     sparse: bool, group: int, tile: AnyTile, dtype: torch.dtype, scale_dtype: torch.dtype
 ) -> str | None:
-    """Every code under many scales, read out by one-hot tokens: the output is the weight itself."""
+    """Check every code with many scales by one-hot tokens: the output is the weight itself."""
     n, k = 384, 1024
     scale = torch.exp2(torch.randint(-8, 3, (n, k // group if group else 1), device="cuda").float())
     scale = (scale * torch.randint(128, 256, scale.shape, device="cuda") / 128).to(scale_dtype)
@@ -236,7 +236,7 @@ def runs(variant: Variant, tile: AnyTile) -> bool:
 
 
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
-    """Each check's name, and None or what is wrong; ``small`` is a few launches for
+    """Each check's name, and the error or None; ``small`` has a few launches, for
     compute-sanitizer.
     """
     bf16, f32 = torch.bfloat16, torch.float32

@@ -4,9 +4,9 @@ alone it is
     python benchmarks/kernels/check_w4a4.py [--fuzz 500] [--small]
 
 Sums of whole channels equal the integers exactly; with unit scales so do the float totals of
-groups; with random scales they are within float32 rounding of float64 and, where no blocks share a
-tile, equal to the reference's to the bit. One-hot tokens spell out the weight; outputs are
-poisoned; two runs agree bit for bit.
+groups; with random scales they are within float32 rounding of float64 and, if no blocks share a
+tile, equal to the reference's to the bit. One-hot tokens read out the weight; outputs are poisoned;
+two runs agree bit for bit.
 """
 
 import itertools
@@ -50,7 +50,7 @@ TILES = [
     Tile(128, 128, 3),
     Tile(128, 128, 2),
 ]
-#: of whole channels only: groups leave no registers
+#: tiles for whole channels only: groups leave no registers for them
 WIDE = [Tile(128, 256), Tile(128, 256, 2), Tile(256), Tile(256, 128, 2)]
 DTYPES = (torch.float32, torch.bfloat16)
 ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
@@ -80,7 +80,7 @@ class Case:
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """``x [M, K]`` in natural order, ``sx [M, G]``; poison beside and under the output."""
+        """The output for ``x [M, K]`` in natural order and ``sx [M, G]``, in poisoned memory."""
         m, n = len(x), len(self.codes)
         out = torch.full((m + 1, n), 77, dtype=dtype, device="cuda")
         out[:-1] = 0x5A5A5A5A if dtype == torch.int32 else float("nan")
@@ -106,15 +106,15 @@ class Case:
         return where(got.double() != self.sums(x), got)
 
     def rounded(self, tile: Tile, m: int, dtype: torch.dtype, bias: bool) -> str | None:
-        """Scaled totals within a unit in the last place and float32 rounding of float64, or exact;
-        twice the same.
+        """Check that two runs give the same scaled totals, and that these are exact or within a
+        unit in the last place and float32 rounding of float64.
         """
         n, k = self.codes.shape
         x, groups = tokens(m, k), len(self.scale)
         sx = torch.rand(m, groups, device="cuda") * 0.05 + 1e-4
         b = torch.randn(n, device="cuda") if bias else None
         got = self.run(tile, x, sx, self.scale, b, dtype)
-        span = min(self.group, 128) if self.group else k  # what is scaled at a time
+        span = min(self.group, 128) if self.group else k  # inputs that are scaled at a time
         parts = torch.einsum(
             "mgk,ngk->gmn", *(t.double().unflatten(1, (-1, span)) for t in (x, self.codes))
         )
@@ -141,17 +141,17 @@ class Case:
 
 
 def tiles(kind: tuple[str, int | None, torch.dtype]) -> list[Tile]:
-    """Those of a kind."""
+    """The tiles of a kind."""
     return TILES if kind[1] else TILES + WIDE
 
 
 def tokens(m: int, k: int) -> Tensor:
-    """Codes of 8-bit blocks; 4-bit ones are among them."""
+    """Codes of 8-bit blocks, which include the codes of 4-bit blocks."""
     return torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
 
 
 def where(wrong: Tensor, got: Tensor) -> str | None:
-    """How many elements are ``wrong``, where the first is and what it is; None if none are."""
+    """The number of ``wrong`` elements, the first place and some values; None if none is."""
     if not wrong.any():
         return None
     first, values = wrong.nonzero()[0].tolist(), got[wrong][:3].tolist()
@@ -167,7 +167,7 @@ def quantization(
     arrangement: str,
     mixed: bool,
 ) -> str | None:
-    """Plain: equal to the CPU's codes and scales. Fused: scales to rounding, codes to one step."""
+    """Check that codes and scales equal the CPU's; if fused, up to one step and up to rounding."""
     x = torch.randn(m, k * (2 if fusion == "silu-up" else 1), device="cuda").to(dtype)
     x[m // 2] = 0
     order = torch.randperm(k, device="cuda").int() if mixed else None
@@ -220,7 +220,7 @@ def graph_capture() -> str | None:
 
 
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
-    """Each check's name, and None or the error; ``small``: few launches, for compute-sanitizer."""
+    """Each check's name, and the error or None; ``small`` has few launches (compute-sanitizer)."""
     if small:
         for kind in KINDS:
             for tile in tiles(kind)[::3]:

@@ -5,17 +5,18 @@ generate.
     [--text wikitext2] python benchmarks/kernels/end_to_end.py --schemes w4a4-g128 --text wikitext2
     --given DIR
 
-(kv8 calibrates on the demo text. DIR/SCHEME is a checkpoint, DIR/SCHEME.json what `qtool eval TEXT
---model DIR/SCHEME --deterministic --json` said on a CPU, where that takes long.)
+(kv8 calibrates on the demo text. DIR/SCHEME is a checkpoint; DIR/SCHEME.json is the output of
+`qtool eval TEXT --model DIR/SCHEME --deterministic --json` on a CPU, which takes long.)
 
-Prints one line a scheme; exits 1 if a packed linear is wrong, if the perplexity on CUDA is over
-1e-3 (relative) from the CPU reference's, if decoding through the packed cache leaves the logits of
-one forward, or did not use the kernel.
+It prints one line for each scheme. It exits with 1 if a packed linear is wrong, if the perplexity
+on CUDA is over 1e-3 (relative) from the CPU reference's, or if decoding through the packed cache
+differs from the logits of one forward or did not use the kernel.
 
-With --deterministic quantized activations are the same on both (qtool/eval/deterministic.py):
-what is left comes from the head. The largest difference of a window's log-perplexity is printed
-beside. Decoded logits may leave one forward's by half more than they do without the kernel: two
-roundings that know nothing of each other are 1.4 times as far apart as one of them is from none.
+With --deterministic quantized activations are the same on both devices
+(qtool/eval/deterministic.py), and the remaining difference comes from the head. The largest
+difference of a window's log-perplexity is printed too. Decoded logits may differ from those of one
+forward by half more than without the kernel: two independent roundings are 1.4 times as far from
+each other as one of them is from the exact value.
 """
 
 import argparse
@@ -42,7 +43,7 @@ PROMPT, DECODED = 48, 80
 
 
 def qtool(*arguments: str) -> str:
-    """Run a qtool command; its output, or SystemExit with what it said."""
+    """Run a qtool command; returns its output, or raises SystemExit with its message."""
     done = subprocess.run(
         [sys.executable, "-m", "qtool", *arguments], capture_output=True, text=True
     )
@@ -52,14 +53,14 @@ def qtool(*arguments: str) -> str:
 
 
 def windows(printed: str) -> Tensor:
-    """Mean NLL of each window, nats a token, from what `qtool eval --json` printed."""
+    """Mean NLL of each window, nats a token, from the output of `qtool eval --json`."""
     return torch.tensor(
         json.loads(printed)["tasks"][0]["details"]["window_nll"], dtype=torch.float64
     )
 
 
 def evaluate(text: str, directory: Path, device: str, dtype: str) -> Tensor:
-    """The negative log-likelihood of each window, as ``qtool eval`` finds it."""
+    """The negative log-likelihood of each window, computed as in ``qtool eval``."""
     return windows(
         qtool(
             *("eval", text, "--model", str(directory), "--device", device, "--dtype", dtype),
@@ -96,7 +97,7 @@ def decode(directory: Path) -> tuple[float, float, int, str]:
 
 
 def main() -> int:
-    """Print a line a scheme; 1 where perplexity, logits or the kernels that ran are wrong."""
+    """Print a line for each scheme; returns 1 if perplexity, logits or kernels are wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--schemes", default=SCHEMES)
     parser.add_argument("--kv", default="kv4")

@@ -3,8 +3,9 @@
     python benchmarks/kernels/sweep_experts.py [--scheme w4a16] [--models qwen3-30b-a3b]
     [--tokens 16,64]
 
-One GEMM and what prepares its rows, which takes as long for every tile, over random routing and
-weights that are rotated: the tile that the op chooses, and the five best.
+It times one GEMM with the preparation of its rows, which takes the same time for every tile, over
+random routing and several copies of the weights. It prints the tile that the op chooses and the
+five best.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from qtool.kernels.experts.route import route_experts
 from qtool.kernels.hopper.gemm import definition
 from qtool.kernels.hopper.tiles import Tile
 
-#: by scheme, the module of the op and what chooses its tile there
+#: by scheme, the module of the op and the name of the function that chooses its tile
 OPS = {"w4a16": (w4a16, "choose"), "w8a8": (w8a8, "choose_experts")}
 
 
