@@ -3,8 +3,8 @@ codes.
 
     python benchmarks/layouts/pack.py [--shape 4096 14336] [--device cuda] [--repeat 5]
 
-On the CPU one thread is used and the time is the best of the repeats; the peak of the memory taken,
-over the bytes of the codes, is measured on CUDA, where torch counts it.
+On the CPU one thread is used. The time is the best of the repeats. The peak memory, relative to the
+bytes of the codes, is measured on CUDA only, where torch counts it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from qtool.layouts import LAYOUTS
 
 
 def seconds(action: Callable[[], object], device: str, repeat: int) -> float:
-    """The best time of ``repeat`` runs, after one to warm up."""
+    """The best time of ``repeat`` runs after a warm-up."""
     action()
     best = float("inf")
     for _ in range(repeat):
@@ -32,7 +32,7 @@ def seconds(action: Callable[[], object], device: str, repeat: int) -> float:
 
 
 def peak(action: Callable[[], object]) -> int:
-    """Most bytes allocated on CUDA during ``action``, above what was there."""
+    """Peak of the bytes that ``action`` allocates on CUDA."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     action()
