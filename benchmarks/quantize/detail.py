@@ -1,11 +1,11 @@
-"""Where the time of search and rounding goes, method by method, and whether ranks agree.
+"""Measures the time of search and rounding, method by method, and whether ranks agree.
 
     python benchmarks/quantize/detail.py DIR [--layers 6]
     torchrun --nproc-per-node 2 benchmarks/quantize/detail.py DIR [--layers 6]
 
-Quantizes the 8B shape with random weights (made in DIR once) as ``ranks.py`` does, with a phase
-around each function named below, and compares the codes with those that other numbers of ranks have
-left in DIR. After one rank and two it prints what four would take by their phases.
+It quantizes the 8B shape with random weights (made in DIR once) as ``ranks.py`` does, with a phase
+around each function named below, and compares the codes with the codes in DIR from other numbers of
+ranks. After runs with one and two ranks it prints an estimate for four from their phases.
 """
 
 import argparse
@@ -48,14 +48,14 @@ NAMED = (
     *((built_blocks.BuiltBlocks, name) for name in ("__init__", "_first_inputs", "_module")),
     *((LinearFormat, "pack"), (LinearFormat, "unpack"), (Scheme, "check")),
 )
-#: of each run in this process
+#: timers of the runs in this process
 made: list[PhaseTimer] = []
 
 
 def named(owner: Any, attribute: str) -> AbstractContextManager[Any]:
     """A context in which ``owner.attribute`` is a phase of its own.
 
-    A function of ``ranks`` is one for each function that asks for it.
+    A function of ``ranks`` is a separate phase for each function that calls it.
     """
     function: Callable[..., Any] = getattr(owner, attribute)
     label = f"{owner.__name__.rpartition('.')[2]}.{attribute}"
@@ -77,7 +77,7 @@ def asking() -> str:
 
 
 class Kept(PhaseTimer):
-    """A timer that can be looked at after the run, on every rank."""
+    """A timer that can be read after the run, on every rank."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -85,7 +85,7 @@ class Kept(PhaseTimer):
 
 
 def main() -> None:
-    """Quantize under the timers, and print what each named part took on each rank."""
+    """Quantize with the timers, and print the time of each named part on each rank."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -101,7 +101,7 @@ def main() -> None:
         for owner, attribute in NAMED:
             measured.enter_context(named(owner, attribute))
         measured.enter_context(mock.patch.object(quantize, "PhaseTimer", Kept))
-        for layers in (1, chosen.layers):  # the first pays for the kernels' compilation
+        for layers in (1, chosen.layers):  # the first run includes the kernels' compilation
             source, out = (
                 chosen.directory / f"source-{layers}",
                 chosen.directory / f"ranks-{ranks.size()}",
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def report(out: Path, layers: int, seconds: float, others: Sequence[Mapping[str, float]]) -> None:
-    """Print the phases of this rank and of ``others``, and what differs from results beside it."""
+    """Print the phases of this rank and of ``others``, and the differences from other results."""
     record = json.loads(record_path(out).read_text())
     print(
         f"{ranks.size()} ranks, {layers} blocks: {seconds:.2f} s on {record['device']}; device "
@@ -158,9 +158,9 @@ def report(out: Path, layers: int, seconds: float, others: Sequence[Mapping[str,
 
 
 def more_ranks(one: Mapping[str, float], two: Mapping[str, float], count: int) -> float:
-    """Seconds of ``count`` ranks from the phases of one and of two.
+    """Seconds of ``count`` ranks, estimated from the phases of one and of two ranks.
 
-    What two ranks halved is shared out, the rest stays.
+    The time that two ranks halve is divided by ``count``; the rest stays.
     """
     total = 0.0
     for name in {*one, *two}:

@@ -4,12 +4,13 @@ and steps.
     python benchmarks/quantize/distill.py WORK [--layers 1] [--samples 256] [--epochs 10] [--tools
     qtool auto-round]
 
-Needs auto-round beside qtool, and a GPU. Each tool runs in a fresh process; its log stays in WORK.
+The script needs auto-round and a GPU. Each tool runs in a fresh process; its log stays in WORK.
 ``qtool`` and ``auto-round`` learn symmetric 4-bit weights in groups of 128, ``qtool-lqq`` learns
 w4a8-lqq. AutoRound has its defaults (8 sequences a step, torch.compile as it decides) and as many
-steps as ours: the epochs over all sequences but the held-out ones. The time of a block is that of
-its learning alone, the GPU waited for on both sides; the first has the compilation of kernels in
-it. The error is that of the last block's output on held-out random tokens, relative.
+steps as qtool: the epochs over all sequences but the held-out ones. The time of a block is the time
+of its learning alone, with a wait for the GPU before and after; the first block includes the
+compilation of kernels. The error is the relative error of the last block's output on held-out
+random tokens.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from qtool.io.source import Checkpoint
 from qtool.table import render
 
 TOOLS = {"qtool": "w4a16", "qtool-lqq": "w4a8-lqq", "auto-round": "W4A16"}
-#: of AutoRound by default
+#: AutoRound's default sequences a step
 BATCH = 8
 
 
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def steps(arguments: argparse.Namespace) -> int:
-    """Of ours: every epoch all batches but the held-out ones."""
+    """The number of qtool's steps: in every epoch all batches but the held-out ones."""
     batches = -(-arguments.samples // BATCH)
     return int(arguments.epochs * (batches - max(1, round(batches * Distill().held_out))))
 
@@ -145,7 +146,7 @@ def wait() -> None:
 
 
 def ours(arguments: argparse.Namespace, source: Path, out: Path, blocks: list[float]) -> float:
-    """Seconds from file to file."""
+    """Seconds of qtool's run, from file to file."""
     learned = recipes.Step(
         "distill",
         {"start": "rtn", "epochs": arguments.epochs, "samples": arguments.samples, "batch": BATCH},
@@ -189,7 +190,7 @@ def auto_round(
         model,
         PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(WordLevel())
-        ),  # wanted, though tokens come as ids
+        ),  # required, although the tokens are given as ids
         scheme=TOOLS[arguments.tool],
         iters=steps(arguments),
         nsamples=arguments.samples,

@@ -1,11 +1,11 @@
-"""GPTQ of experts of one shape, one by one and several together: time, peak memory, and a hash of
+"""GPTQ for experts of one shape, one by one and several together: time, peak memory, and a hash of
 codes and scales.
 
     python benchmarks/quantize/experts.py [--shape 32x96x256] [--schemes w4a8-lqq] [--together 1,32]
     [--device cuda]
 
-Random weights ``[N, K]`` and Hessians of correlated inputs; the hash must be the same in every row
-of a shape.
+The experts have random weights ``[N, K]`` and Hessians of correlated inputs. The hash must be the
+same in every row of a shape.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def experts(count: int, n: int, k: int, scheme: str, device: torch.device) -> li
 
 
 def digest(solutions: list[Solution]) -> str:
-    """Of all codes and parameters."""
+    """A hash of all codes and parameters."""
     found = hashlib.sha256()
     for solution in solutions:
         for tensor in (solution.codes, *solution.params.values()):

@@ -1,12 +1,12 @@
-"""A block's experts at once and one after another: seconds of a forward, and of looking at inputs.
+"""A block's experts at once and one by one: seconds of a forward, and of observing their inputs.
 
     python benchmarks/quantize/mixture.py [--shape 2048x768x128x8] [--tokens 4096] [--device cuda]
 
-The experts of one block with random weights, rounded to nearest, and random routing, in bf16 on a
-GPU and float32 elsewhere. Four rows, each the least CPU time (on a GPU: time) of several: forwards
-with the experts one after another and with all at once, and their Hessians by a hook on each expert
-and by one observer of all. Qwen3-30B-A3B is 2048x768x128x8, Qwen3-235B-A22B 4096x1536x128x8,
-DeepSeek-V3 7168x2048x256x8.
+The experts of one block have random weights, rounded to nearest, and random routing, in bf16 on a
+GPU and float32 elsewhere. There are four rows, each with the least CPU time (on a GPU the least
+time) of several runs: forwards with the experts one by one and all at once, and Hessians by a hook
+on each expert and by one observer of all. Qwen3-30B-A3B is 2048x768x128x8, Qwen3-235B-A22B
+4096x1536x128x8, DeepSeek-V3 7168x2048x256x8.
 """
 
 import argparse
@@ -50,10 +50,10 @@ class AtOnce(SeparateExperts):
 
 
 def seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """The least of several runs; CPU time where nothing else tells what the run itself took."""
+    """The least seconds of several runs; CPU time if no GPU runs them."""
     cuda, least = device.type == "cuda", float("inf")
     clock = time.perf_counter if cuda else time.process_time
-    for _ in range(times + 1):  # the first pays for what is made once
+    for _ in range(times + 1):  # the first run includes work that is done once
         if cuda:
             torch.cuda.synchronize()
         started = clock()
@@ -66,7 +66,7 @@ def seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> 
 
 @torch.no_grad()
 def main() -> None:
-    """Print the time of a forward and of Hessians, of experts in turn and of all at once."""
+    """Print the time of a forward and of Hessians, for experts one by one and all at once."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

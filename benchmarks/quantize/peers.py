@@ -4,11 +4,11 @@ time and layer error.
     python benchmarks/quantize/peers.py WORK [--shape llama-3-8b] [--layers 4] [--samples 128]
     [--seqlen 2048] [--json benchmarks/results/quantize-llm-compressor.json]
 
-Needs llmcompressor beside qtool, and a GPU. Both quantize the random checkpoint of ``--shape`` to
-symmetric 4-bit weights in groups of 128 by GPTQ with damping 0.01, each in a fresh process; its
-log stays in WORK. The clock runs from opening the model to the stored result, imports before it
-are not counted. The layer error is, for each linear, ||X (W - Q)^T|| / ||X W^T|| of the
-full-precision model's inputs X on held-out tokens.
+The script needs llmcompressor and a GPU. Both tools quantize the random checkpoint of ``--shape``
+to symmetric 4-bit weights in groups of 128 by GPTQ with damping 0.01, each in a fresh process; its
+log stays in WORK. The time runs from opening the model to the stored result; imports are not
+counted. The layer error is, for each linear, ||X (W - Q)^T|| / ||X W^T|| with the full-precision
+model's inputs X on held-out tokens.
 """
 
 import argparse
@@ -38,7 +38,7 @@ TOOLS = ("qtool", "llm-compressor")
 HELD_OUT = 8
 DEVICE = (
     "cuda" if torch.cuda.is_available() else "cpu"
-)  # cpu: to try it on --shape llama-tiny, not to measure
+)  # cpu is for trying the script with --shape llama-tiny, not for measurements
 
 
 def main() -> None:
@@ -90,9 +90,9 @@ def main() -> None:
 
 
 def each_alone(tools: Iterable[str], work: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What each tool stored in ``work`` when this script ran it, in a process of its own.
+    """The results that each tool stored in ``work`` when this script ran it in its own process.
 
-    One that fails is left out, with its last words.
+    A tool that fails is left out, and the end of its output is printed.
     """
     for tool in tools:
         with (work / f"{tool}.log").open("w") as log:
@@ -113,7 +113,7 @@ def tokens(arguments: argparse.Namespace, source: Path) -> list[Tensor]:
 
 
 def ours(arguments: argparse.Namespace, source: Path) -> float:
-    """Seconds of w4a16/paper."""
+    """Seconds of qtool's w4a16/paper."""
     recipe = recipes.load("w4a16", "paper")
     measured = bench.run(
         source,
@@ -128,7 +128,7 @@ def ours(arguments: argparse.Namespace, source: Path) -> float:
 
 
 def llm_compressor(arguments: argparse.Namespace, source: Path) -> float:
-    """Seconds of its GPTQ as its examples set it up."""
+    """Seconds of llm-compressor's GPTQ, set up as in its examples."""
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from tokenizers import Tokenizer
@@ -149,7 +149,7 @@ def llm_compressor(arguments: argparse.Namespace, source: Path) -> float:
         model=model,
         processor=PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(WordLevel())
-        ),  # wanted, though tokens come as ids
+        ),  # required, although the tokens are given as ids
         dataset=torch.utils.data.DataLoader(batches, batch_size=None),
         recipe=[GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])],
         num_calibration_samples=len(batches),

@@ -5,8 +5,8 @@ two results.
     python benchmarks/quantize/ranks.py compare DIR 1 2
 
 ``run`` quantizes ``DIR/source`` (made by ``make``) to ``DIR/ranks-R`` and writes the times to
-``DIR/ranks-R.json``. A first run of one block, not timed, pays for the kernels' compilation and the
-GPU's start.
+``DIR/ranks-R.json``. A first run of one block, which is not timed, compiles the kernels and starts
+the GPU.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from qtool.pipeline.quantize import quantize
 
 
 def run(directory: Path, recipe: str, samples: int, seqlen: int, device: str) -> None:
-    """Quantize ``DIR/warm`` and then, timed, ``DIR/source``; rank 0 writes the seconds down."""
+    """Quantize ``DIR/warm`` and then, timed, ``DIR/source``; rank 0 writes the seconds."""
     chosen = recipes.load("w4a8-lqq", recipe)
     with ranks.process_group(device) as own:
         warm, source = Checkpoint(directory / "warm"), Checkpoint(directory / "source")
@@ -68,10 +68,10 @@ def run(directory: Path, recipe: str, samples: int, seqlen: int, device: str) ->
 def compare(
     directory: Path, counts: list[int], layers: int, keep: Path | None, device: str
 ) -> None:
-    """Print the speed-ups, and how many codes and how much error differ from the first count's
-    result.
+    """Print the speed-ups, and the differences of codes and of errors from the result of the first
+    count.
 
-    ``keep``: a file for the speed-ups.
+    ``keep`` is a file for the speed-ups.
     """
     rows = []
     times = {n: json.loads((directory / f"ranks-{n}.json").read_text()) for n in counts}
@@ -113,8 +113,8 @@ def compare(
 
 
 def differences(a: Path, b: Path) -> list[tuple[int, int, int]]:
-    """Four-bit codes that differ, all of them, and other values that differ, by shard; whole ones
-    by their hashes.
+    """The numbers of different four-bit codes, of all codes, and of other different values, by
+    shard. Equal shards are recognized by their hashes.
     """
     found = []
     hashes = [json.loads((directory / "qtool.json").read_text())["shards"] for directory in (a, b)]

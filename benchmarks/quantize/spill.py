@@ -1,10 +1,10 @@
-"""Calibration activations on the device, in host memory and on disk: the same bytes, and what each
-place costs.
+"""Calibration activations on the device, in host memory and on disk: the results are the same
+bytes, and each place has its cost.
 
     python benchmarks/quantize/spill.py DIR [--layers 2]
 
-The 8B shape with random weights, calibrated on 128 x 2048 random tokens; a first run pays for the
-kernels' compilation.
+The model has the 8B shape and random weights, and is calibrated on 128 x 2048 random tokens. A
+first run compiles the kernels.
 """
 
 import argparse

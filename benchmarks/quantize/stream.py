@@ -1,10 +1,10 @@
-"""Round-to-nearest of a large random checkpoint against reading, converting and writing the same
-bytes.
+"""Compares round-to-nearest of a large random checkpoint with reading, converting and writing the
+same bytes.
 
     python benchmarks/quantize/stream.py DIR [--gigabytes 4] [--scheme w4a8-lqq]
 
-Makes a random Llama checkpoint in DIR (kept for the next run), copies it tensor by tensor (read, to
-float32 and back, write), quantizes it in a fresh process, and prints both times, their ratio and
+It makes a random Llama checkpoint in DIR (kept for the next run), copies it tensor by tensor (read,
+to float32 and back, write), quantizes it in a fresh process, and prints both times, their ratio and
 the peak resident memory.
 """
 
@@ -50,7 +50,7 @@ UNTOUCHED = {"scheme": "none", "layers": [{"match": ".*", "scheme": None}]}
 
 
 def make(directory: Path, gigabytes: float, config: dict[str, Any]) -> None:
-    """A checkpoint of about ``gigabytes``, one shard a block."""
+    """A checkpoint of about ``gigabytes``, with a shard for each block."""
     family = family_of("llama")
     one = Job.of(config | {"num_hidden_layers": 1}, parse(UNTOUCHED, "none"))
     block = sum(t.nbytes for t in one.block_tensors(0).values())
