@@ -1,9 +1,9 @@
-"""What vLLM makes of native checkpoints: kernels, outputs and greedy tokens beside our runtime's.
+"""Compares vLLM on native checkpoints with qtool's runtime: kernels, outputs and greedy tokens.
 
     python benchmarks/serving/check_vllm.py DIR [--eager] [--text FILE] [--tokens N]
     [--tensor-parallel N]
 
-The last line says how many rows are wrong; so does the exit status.
+The last line has the number of wrong rows, which is also the exit status.
 """
 
 import argparse

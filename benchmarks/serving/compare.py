@@ -1,12 +1,12 @@
-"""What vLLM scores beside our runtime, as a table of the docs.
+"""Compares the scores of vLLM and of qtool's runtime, as a table of the docs.
 
     python benchmarks/serving/compare.py FOLDER FILE [--command TEXT] [--machine TEXT]
 
 FOLDER holds JSON of ``qtool eval --json`` in pairs: ``NAME-ours.json``, and ``NAME-vllm.json`` or,
-by two GPUs, ``NAME-vllm-two.json``. Perplexities are compared window by window: the exit code is 1
-where they are further apart than 1e-3 nats and than chance (99 %) allows. Of zero-shot tasks the
-accuracies stand one below the other, with those of lm_eval's own command where ``FOLDER/lm-eval``
-has its results. FILE gets the table; the options say in it which command ran it all, and where.
+for two GPUs, ``NAME-vllm-two.json``. Perplexities are compared window by window: the exit code is 1
+if they differ by more than 1e-3 nats and by more than chance (99 %) allows. The accuracies of
+zero-shot tasks are in rows, with those of lm_eval's own command if ``FOLDER/lm-eval`` has its
+results. FILE gets the table; the options add the command that ran all this, and the machine.
 """
 
 import argparse
@@ -40,19 +40,19 @@ def result(file: Path) -> dict[str, Any]:
 
 
 def label(name: str) -> str:
-    """A scheme, or the cache that ``w4a8-lqq`` was given."""
+    """The name of a scheme, or of the cache of ``w4a8-lqq``."""
     return f"`w4a8-lqq` with `{name}`" if name.startswith("kv") else f"`{name}`"
 
 
 def apart(there: dict[str, Any], here: dict[str, Any]) -> tuple[float, float]:
-    """The mean difference of the windows' scores, which have one length each, and its error."""
+    """The mean difference of the windows' scores, and its error; all windows have one length."""
     windows = zip(*(task["details"]["window_nll"] for task in (there, here)), strict=True)
     found = [a - b for a, b in windows]
     return statistics.mean(found), statistics.stdev(found) / len(found) ** 0.5
 
 
 def perplexities(folder: Path) -> tuple[list[list[str]], int]:
-    """The table's rows, and how many are further apart than chance allows or cannot be read."""
+    """The table's rows, and the number of those that differ too much or cannot be read."""
     rows, wrong = [], 0
     for file in sorted(folder.glob("*-vllm*.json"), key=lambda file: file.stem):
         name, _, ranks = file.stem.partition("-vllm")
@@ -72,7 +72,7 @@ def perplexities(folder: Path) -> tuple[list[list[str]], int]:
 
 
 def accuracies(folder: Path) -> list[list[str]]:
-    """A row for each way to ask the questions."""
+    """A row for each way to run the tasks."""
     rows = []
     for kind, by in (("vllm", "--engine vllm"), ("ours", "--device cuda")):
         for file in sorted(folder.glob(f"*-{kind}.json")):
@@ -89,7 +89,7 @@ def accuracies(folder: Path) -> list[list[str]]:
 
 
 def engines(folder: Path) -> list[str]:
-    """What evaluated beside our runtime, with versions."""
+    """The other evaluators beside qtool's runtime, with versions."""
     files = folder.glob("*-vllm*.json")
     return sorted({result(file)["engine"] for file in files if file.read_text()})
 

@@ -1,9 +1,9 @@
-"""What the fusion of norms and SiLU with quantization saves.
+"""Measures the time that the fusion of norms and SiLU with quantization saves.
 
     python benchmarks/serving/fusion.py kernels                    # each pair, fused and not
     python benchmarks/serving/fusion.py steps DIR [--unfused]      # decode steps in vLLM
 
-``steps`` is run once with the pass, as vLLM has it by default, and once without.
+Run ``steps`` once with the fusion pass, which vLLM has by default, and once without.
 """
 
 import argparse
@@ -26,7 +26,7 @@ INPUT_TOKENS = 1024
 
 
 def residual_norm(x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """vLLM's, which it compiles."""
+    """vLLM's own norm, which it compiles."""
     wide = x.float() + residual.float()
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
     return (wide * inverse).to(norm.dtype) * norm, wide.to(x.dtype)
@@ -39,7 +39,7 @@ def silu_up(x: Tensor) -> Tensor:
 
 
 def pairs(m: int, k: int) -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]:
-    """Name, unfused, fused."""
+    """The name, the unfused and the fused call of each pair."""
     x, residual = torch.randn(2, m, k, device="cuda", dtype=torch.bfloat16)
     wide = torch.randn(m, 2 * k, device="cuda", dtype=torch.bfloat16)
     norm = torch.rand(k, device="cuda", dtype=torch.bfloat16)
@@ -61,7 +61,7 @@ def pairs(m: int, k: int) -> Iterator[tuple[str, Callable[[], object], Callable[
 
 
 def replayed_us(call: Callable[[], object], calls: int = 20, repeats: int = 50) -> float:
-    """Microseconds of a call within a CUDA graph of many."""
+    """Microseconds of a call in a CUDA graph of many calls."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -4,16 +4,16 @@ runtime's.
     python benchmarks/serving/generate_vllm.py NATIVE EXPORT [EXPORT ...] [--text FILE] [--dtype
     float16] [--again]
 
-Each export is served in a process of its own. The same token ids go to both sides: windows of
-``--text``, or random ids for a model without a tokenizer. A line for each export: the kernel that
-ran; how many greedy continuations are equal, and by how much our two best logits differ where the
-others part; the mean log-probability of the prompts, ours and vLLM's, and the mean and largest
-distance of a token's. First the same distance of our runtime from itself in float32, which no other
-kernel can be expected to be under. With ``--again`` each side also answers one prompt after another
-where it had all of them at once, and vLLM compiled and with CUDA graphs (its default) where it ran
-eagerly: how far a stack is from itself, which two stacks cannot be expected to be under either. An
-export whose activations have 16 bits where the checkpoint's are quantized is held against our
-dequantized weights.
+Each export is served in a process of its own. Both sides get the same token ids: windows of
+``--text``, or random ids for a model without a tokenizer. The first line has the distance of
+qtool's runtime from itself in float32, below which no other kernel can be expected. Then there is a
+line for each export with the kernel that ran; the number of equal greedy continuations, and by how
+much our two best logits differ at the point at which the others part; the mean log-probability of
+the prompts, ours and vLLM's; and the mean and largest distance of a token's log-probability. With
+``--again`` each side also answers the prompts one by one instead of all at once, and vLLM also runs
+compiled with CUDA graphs (its default) instead of eagerly. This gives the distance of a stack from
+itself, below which two stacks cannot be expected either. If an export has 16-bit activations where
+the checkpoint's are quantized, it is compared with our dequantized weights.
 """
 
 import argparse
@@ -37,7 +37,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def ours(
     native: Path, prompts: list[list[int]], tokens: int, dtype: str, sixteen: bool, again: bool
 ) -> list[dict[str, Any]]:
-    """Of all prompts at once and, ``again``, of one after another: what :func:`answer` says."""
+    """The results of :func:`answer` for all prompts at once and, with ``again``, one by one."""
     from qtool.runtime.huggingface import dequantized
     from qtool.runtime.load import load
 
@@ -69,7 +69,7 @@ def scores_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def from_itself(native: Path, prompts: list[list[int]], dtype: str) -> str:
-    """How far our own log-probabilities in ``dtype`` are from those in float32."""
+    """The distance of our own log-probabilities in ``dtype`` from those in float32."""
     from qtool.runtime.load import load
 
     ids = torch.tensor(prompts, device=DEVICE)
@@ -101,10 +101,10 @@ def serve(export: str, request: Path, compiled: bool) -> None:
         max_model_len=length,
         max_num_seqs=len(wanted["prompts"]),
         kv_cache_memory_bytes=1 << 30,
-        enable_prefix_caching=False,  # a prompt asked for again is computed again
+        enable_prefix_caching=False,  # a repeated prompt is computed again
         attention_backend=os.environ.get("ATTENTION", "TRITON_ATTN"),
         disable_log_stats=True,
-        gpu_memory_utilization=0.02,  # asked for at the start only: the cache's size is given
+        gpu_memory_utilization=0.02,  # only checked at the start: the cache's size is given
     )
     greedy = SamplingParams(
         temperature=0.0,
@@ -127,7 +127,7 @@ def serve(export: str, request: Path, compiled: bool) -> None:
 
 
 def read(answers: list[Any]) -> dict[str, Any]:
-    """vLLM's answers as :func:`answer` gives ours."""
+    """vLLM's answers in the form of :func:`answer`."""
     best = [
         [sorted((e.logprob for e in at.values()), reverse=True) for at in a.outputs[0].logprobs]
         for a in answers
@@ -146,7 +146,7 @@ def read(answers: list[Any]) -> dict[str, Any]:
 
 
 def kernels_of(model: torch.nn.Module) -> list[str]:
-    """What multiplies in each quantized module."""
+    """The kernel of each quantized module."""
     ends = ("weight_packed", "qweight", "weight_scale", "scales")
     modules = (
         m
@@ -157,7 +157,7 @@ def kernels_of(model: torch.nn.Module) -> list[str]:
 
 
 def activation_bits(directory: Path) -> int:
-    """Of an export's quantized linears."""
+    """The bits of activations of an export's quantized linears."""
     quantization = json.loads((directory / "config.json").read_text())["quantization_config"]
     groups = quantization.get("config_groups", {}).values()
     return min(
@@ -167,7 +167,7 @@ def activation_bits(directory: Path) -> int:
 
 
 def own_activation_bits(native: Path) -> int:
-    """Of a native checkpoint's quantized linears."""
+    """The bits of activations of a native checkpoint's quantized linears."""
     from qtool.format import native_format
     from qtool.io.source import Checkpoint
     from qtool.runtime.read_linear import packed_linears
@@ -178,7 +178,7 @@ def own_activation_bits(native: Path) -> int:
 
 
 def compare(export: Path, served: list[Future[Any]], mine: dict[str, Any]) -> str:
-    """The line of one export, and those of vLLM beside itself."""
+    """The line of one export, and the lines that compare vLLM with itself."""
     try:
         found = [process.result() for process in served]
     except RuntimeError as error:
@@ -191,7 +191,7 @@ def compare(export: Path, served: list[Future[Any]], mine: dict[str, Any]) -> st
 
 
 def ask(export: Path, request: Path, compiled: bool) -> Any:
-    """What a process with vLLM answers."""
+    """The answer of a process with vLLM."""
     command = [
         sys.executable,
         __file__,
@@ -207,7 +207,7 @@ def ask(export: Path, request: Path, compiled: bool) -> Any:
 
 
 def beside(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """How two answers to the same prompts differ; gaps of logits are the first's."""
+    """The differences of two answers to the same prompts; gaps of logits are from the first."""
     gaps = []
     for a, b, gap in zip(first["tokens"], second["tokens"], first["gaps"], strict=True):
         gaps += [next(g for x, y, g in zip(a, b, gap, strict=True) if x != y)] if a != b else []
@@ -227,7 +227,7 @@ def beside(first: dict[str, Any], second: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print how far our runtime and vLLM, in processes beside it, part on the same prompts."""
+    """Print how our runtime and vLLM, in other processes, differ on the same prompts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

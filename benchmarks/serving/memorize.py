@@ -1,11 +1,11 @@
-"""A model that knows one text by heart: its greedy tokens are sure, so no rounding may change them.
+"""Makes a model that has memorized a text: its greedy tokens are sure, so no rounding changes them.
 
     python benchmarks/serving/memorize.py MODEL OUT [--windows 16] [--length 64] [--steps 400]
 
-MODEL is a small causal language model, random or not, whose vocabulary holds the demo's 4096
-tokens. It learns to continue each of the first ``--windows`` windows of the demo's held-out text by
-the next window, until every token of those is likelier than the next best by e^5. OUT gets it in
-bfloat16, with the demo's tokenizer; then
+MODEL is a small causal language model, random or trained, whose vocabulary holds the demo's 4096
+tokens. It learns to continue each of the first ``--windows`` windows of the demo's held-out text
+with the next window, until every token of the next window is e^5 times as likely as the next best.
+The model is stored in OUT in bfloat16, with the demo's tokenizer. Then run
 
     qtool quantize OUT --scheme w4a8-lqq --calib demo --out NATIVE
     python benchmarks/serving/generate_vllm.py NATIVE EXPORT --text qtool/demo/heldout.txt
@@ -48,7 +48,7 @@ def main() -> None:
     for step in range(1, options.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = options.rate * min(1.0, step / 20)
-        logits = model(ids).logits[:, length - 1 : -1].float()  # what predicts the second window
+        logits = model(ids).logits[:, length - 1 : -1].float()  # they predict the second window
         target = ids[:, length:]
         right = logits.gather(2, target[..., None]).squeeze(2)
         margin = right - logits.scatter(2, target[..., None], -torch.inf).amax(2)

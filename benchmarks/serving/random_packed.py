@@ -3,9 +3,9 @@ quantization.
 
     python benchmarks/serving/random_packed.py llama-3-8b w4a8-lqq OUT [--layers N] [--kv kv4]
 
-256 rows of a random weight of each width are quantized; every linear of that width repeats them.
-The bytes are legal (scales, offsets, sums that do not overflow), and a GPU does the same work as on
-a trained model.
+For each width, 256 rows of a random weight are quantized, and every linear of that width repeats
+them. The bytes are legal (scales, offsets, sums that do not overflow), and a GPU does the same work
+as for a trained model.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def linear(linear_format: LinearFormat, n: int, k: int) -> dict[str, Tensor]:
 def value(job: Job, name: str, spec: Tensor) -> Tensor:
     """The content of one tensor of the checkpoint."""
     owner, _, part = name.rpartition(".")
-    if part in NEUTRAL or part in SCALES:  # of the KV cache; keys and values are about 1
+    if part in NEUTRAL or part in SCALES:  # a scale of the KV cache; keys and values are about 1
         return torch.full(spec.shape, NEUTRAL.get(part, 0.05), dtype=spec.dtype)
     linear_format = job.format.of(owner)
     within = owner.removeprefix(f"{job.family.blocks}.").partition(".")

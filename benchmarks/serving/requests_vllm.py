@@ -3,11 +3,12 @@
     python benchmarks/serving/requests_vllm.py DIR [--requests 200] [--longest 8000]
     [--blocks 400] [--tokens 16] [--alone 50]
 
-Lengths are log-uniform from 1 to ``--longest``; a third of the prompts begin like another. The
-cache has ``--blocks`` blocks, few enough that requests are preempted; prompts come in chunks of
-``--chunk``, prefixes are cached. All at once and alone, other tokens are read from the cache than
-as they came, and GEMMs sum in other orders; so continuations may part where the two best tokens
-are nearly as likely: closer than ``--unsure`` in log-probability.
+Lengths are log-uniform from 1 to ``--longest``; a third of the prompts begin like another one. The
+cache has ``--blocks`` blocks, few enough that requests are preempted; prompts are processed in
+chunks of ``--chunk``, and prefixes are cached. At once and alone, a prompt's chunks differ, and so
+the tokens that attention reads from the quantized cache; GEMMs also sum in other orders. So
+continuations may part if the two best tokens are nearly equally likely: closer than ``--unsure`` in
+log-probability.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def prompts_of(count: int, longest: int, vocabulary: int) -> list[list[int]]:
 
 
 def gaps(answer: Any) -> list[float]:
-    """How far apart the two best tokens were at each step."""
+    """The gap of the two best tokens' log-probabilities at each step."""
     found = []
     for step in answer.outputs[0].logprobs:
         best = sorted((entry.logprob for entry in step.values()), reverse=True)
@@ -46,7 +47,7 @@ def gaps(answer: Any) -> list[float]:
 
 
 def parted(together: Any, alone: Any) -> float | None:
-    """The gap where two continuations part, in the surer of both; None: nowhere."""
+    """The larger gap of both continuations at the step at which they part; None if they do not."""
     pairs = zip(together.outputs[0].token_ids, alone.outputs[0].token_ids, strict=True)
     for step, (one, other) in enumerate(pairs):
         if one != other:
@@ -55,7 +56,7 @@ def parted(together: Any, alone: Any) -> float | None:
 
 
 def main() -> int:
-    """Serve requests at once and some alone; 1 where they differ, lose blocks or never wait."""
+    """Serve requests at once and some alone; 1 if they differ, lose blocks or never wait."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -3,17 +3,18 @@
     python benchmarks/serving/runtime_speed.py [--scheme w4a8-lqq] [--batches 1,16,64] [--out FILE]
     python benchmarks/serving/runtime_speed.py --tiny --device cpu
 
-Makes a checkpoint of Llama-3-8B's shape (each linear the quantization of one random weight of its
-shape), loads it by ``qtool.load`` and transformers' own bf16 model of the shape, and measures:
+It makes a checkpoint of Llama-3-8B's shape (each linear is the quantization of one random weight of
+its shape), loads it with ``qtool.load``, loads transformers' own bf16 model of the shape, and
+measures:
 
     linear     microseconds of host time to start an eager linear of M tokens, not waiting for it
     step       milliseconds of a decode step of ``generate``, the difference of two lengths
     same       whether greedy tokens with and without graphs are equal, and eager ones over a
                dynamic cache up to which token
-    distance   of a step's logits from those of one forward over the same tokens
-    kernels    what a replayed step launches, by name
+    distance   distance of a step's logits from those of one forward over the same tokens
+    kernels    the kernels that a replayed step launches, by name
 
-Prints a table and writes JSON. Each part has a time limit; one that fails is reported and the
+It prints a table and writes JSON. Each part has a time limit; a part that fails is reported and the
 others go on.
 """
 
@@ -115,7 +116,7 @@ def pack_random(linear_format: LinearFormat, n: int, k: int, device: str) -> dic
 
 
 class Run:
-    """One run: what it measures with, what it found."""
+    """One run: its settings and its results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device, self.scheme, self.shape = options.device, options.scheme, options.shape
@@ -126,7 +127,7 @@ class Run:
 
     @contextmanager
     def part(self, name: str, seconds: int) -> Iterator[None]:
-        """Run the block for at most ``seconds``; report what goes wrong in it."""
+        """Run the block for at most ``seconds`` and report its errors."""
 
         def late(*_: Any) -> None:
             raise TimeoutError(f"{name}: over {seconds} s")
@@ -164,7 +165,7 @@ class Run:
         return round(median(times), 2)
 
     def generate(self, model: Any, batch: int, tokens: int, **how: Any) -> tuple[float, Tensor]:
-        """Seconds of ``generate``, and what it wrote."""
+        """Seconds of ``generate``, and the tokens that it returned."""
         generator = torch.Generator().manual_seed(batch)
         vocabulary = model.config.vocab_size
         ids = torch.randint(0, vocabulary, (batch, self.prompt), generator=generator)
@@ -175,7 +176,7 @@ class Run:
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
-            eos_token_id=vocabulary,  # which is never written
+            eos_token_id=vocabulary,  # an id that is never generated
             do_sample=False,
             pad_token_id=0,
             **how,
@@ -193,7 +194,7 @@ class Run:
 
 @contextmanager
 def without_graphs() -> Iterator[None]:
-    """Decode steps run what a graph would hold, launch by launch."""
+    """While open, decode steps launch one by one the kernels that a graph would hold."""
 
     def eager(_: Any, forward: Any, cache: Any, kwargs: dict[str, Any]) -> Any:
         if not decode._is_step(cache, kwargs):
@@ -231,7 +232,7 @@ def linears(run: Run, model: Any) -> dict[str, float]:
 
 @torch.inference_mode()
 def kernels(run: Run, model: Any, batch: int) -> dict[str, Any]:
-    """Microseconds of a decode step by kernel, and how many there are."""
+    """Microseconds of a decode step by kernel, and the number of launches."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as short:
@@ -285,7 +286,7 @@ def attention(run: Run) -> dict[str, float]:
 
 @torch.inference_mode()
 def distances(run: Run, model: Any, batch: int) -> dict[str, float]:
-    """How far logits of steps over given tokens are from those of one forward, relatively."""
+    """The relative distance of logits of steps over given tokens from those of one forward."""
     from transformers import DynamicCache, StaticCache
 
     torch.manual_seed(0)
@@ -367,7 +368,7 @@ def measure(run: Run) -> None:
 
 
 def table(found: dict[str, Any], batches: list[int]) -> str:
-    """Milliseconds a step."""
+    """Milliseconds of a step."""
     rows = ["batch   graphs   static, eager   dynamic, eager   bf16 by transformers"]
     for batch in batches:
         steps = found.get(f"step B={batch}", {})

@@ -1,13 +1,13 @@
-"""Where the time of a decode step of vLLM goes: each kind of kernel beside its floor.
+"""Measures the time of a decode step of vLLM by kind of kernel, and the floor of each kind.
 
     python benchmarks/serving/step_profile.py DIR [--batches 1,64,256] [--input-tokens 1024]
     [--json FILE]
 
-The floor is what an H200 needs to move the bytes once, or for the arithmetic. A kind without one
-does work that a perfect step would hide in another kernel. Kernels overlap, since the next one of
-the stream is let in while one drains: a kernel's time begins where those before it have ended. What
-a step takes beyond the sum is `idle`: the GPU waits, for a launch or for the host. Without a GPU
-the floors are printed alone.
+The floor is the time that an H200 needs to move the bytes once, or for the arithmetic. A kind
+without a floor does work that a perfect step would hide in another kernel. Kernels overlap, since
+the next kernel of the stream starts while the last one drains; a kernel's time begins when all
+earlier ones have ended. The rest of a step's time is `idle`: the GPU waits for a launch or for the
+host. Without a GPU only the floors are printed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from qtool.models import Heads, family_of
 from qtool.serving.bench import timed
 from qtool.table import render
 
-#: kinds of kernels by a regex on their names; the first that matches holds
+#: kinds of kernels by a regex on their names; the first that matches applies
 KINDS = {
     "packed GEMMs": "^qtool_(mma_)?(gemm|add_splits)",
     "quantization": "^quantize_activation|quantize_residual_norm",
@@ -37,7 +37,7 @@ KINDS = {
     "16-bit GEMMs": "gemm|cutlass|nvjet|splitK|gemv",
     "other": "",
 }
-#: bytes of a token and kv head beside the codes, and of a code, by cache
+#: by cache: bytes of a token and kv head without the codes, and bytes of a code
 CACHES: dict[str | None, tuple[int, float]] = {None: (0, 2), "kv8": (0, 1), "kv4": (8, 0.5)}
 #: tokens of the two generations whose difference is a step's; every prompt is prefilled before the
 #: shorter one's first sequence ends
@@ -67,7 +67,7 @@ def floors(config: Mapping[str, Any], batch: int, tokens: int) -> dict[str, floa
         token = heads.kv * (2 * heads.dim * code + beside)
         found["attention"] += 1e6 * batch * tokens * token / BANDWIDTH
         found["cache append"] += 1e6 * batch * token / BANDWIDTH
-        for group in family.groups:  # a 16-bit input is read, its codes are written
+        for group in family.groups:  # a 16-bit input is read, and its codes are written
             k = shapes[f"{group.linears[0]}.weight"][1]
             found["quantization"] += 1e6 * batch * k * 3 / BANDWIDTH
     head = floor_us(batch, settings.vocab_size, settings.hidden_size, 16, HALF_OPERATIONS)
@@ -81,10 +81,10 @@ def kind_of(kernel: str) -> str:
 
 
 def profiled(run: Callable[[int], object]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Launches and microseconds of a step by kind and kernel: a long generation less a short one.
+    """Launches and microseconds of a step by kind and kernel: a long generation minus a short one.
 
     Args:
-        run: generates so many tokens a sequence.
+        run: function that generates so many tokens for each sequence.
     """
     totals: list[dict[str, tuple[int, float]]] = []
     for tokens in (SHORT, LONG):
@@ -106,7 +106,7 @@ def profiled(run: Callable[[int], object]) -> dict[str, dict[str, tuple[float, f
 def apart(kernels: Iterable[tuple[str, float, float]]) -> dict[str, tuple[int, float]]:
     """Launches and microseconds by name of kernels, given with their start and end.
 
-    What two of them share is the earlier one's: the later one waits for it.
+    Time in which two kernels overlap belongs to the earlier one, since the later one waits for it.
     """
     found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     done = -math.inf
@@ -118,7 +118,7 @@ def apart(kernels: Iterable[tuple[str, float, float]]) -> dict[str, tuple[int, f
 
 
 def measure(directory: Path, batches: list[int], tokens: int) -> dict[int, dict[str, Any]]:
-    """By batch size: ``ms`` of a step, and its ``kernels`` as :func:`profiled` has them."""
+    """By batch size: ``ms`` of a step, and its ``kernels`` as in :func:`profiled`."""
     from qtool.serving.vllm.engine import engine
 
     llm = engine(
@@ -142,7 +142,7 @@ def measure(directory: Path, batches: list[int], tokens: int) -> dict[int, dict[
 def rows(
     floor: Mapping[str, float], measured: Mapping[str, Any] | None, batch: int
 ) -> list[tuple[str, ...]]:
-    """The table's lines of a batch size."""
+    """The table's lines for a batch size."""
     kernels = measured["kernels"] if measured else {}
     lines, busy = [], 0.0
     for kind in KINDS:

@@ -4,12 +4,12 @@ logits.
     pip install gptqmodel
     python benchmarks/serving/through_gptqmodel.py
 
-GPTQModel is a client that nobody here wrote and is heavy to install, so this is a script and no
-test. It makes a random model, quantizes and exports it, and prints for every case the relative
-distance between GPTQModel and qtool's own model with the exported weights: the largest of one
-linear's outputs on the same input, and of the logits. Exit code 1 if a linear is beyond the limit.
-(QQQ's logits differ more than its linears: an activation that fp16 moved across a rounding boundary
-is one int8 step away from ours.)
+GPTQModel is an independent loader and heavy to install, so this is a script and no test. It makes a
+random model, quantizes and exports it, and prints for every case the relative distance between
+GPTQModel and qtool's own model with the exported weights: the largest distance of a linear's
+outputs on the same input, and the distance of the logits. The exit code is 1 if a linear is beyond
+the limit. (QQQ's logits differ more than its linears: an activation that fp16 moves across a
+rounding boundary is one int8 step away from ours.)
 """
 
 import shutil
@@ -57,7 +57,7 @@ CASES = (
     ("qqq", "w4a16", 128, BACKEND.QQQ_TORCH),
     ("qqq", "w4a16", "channel", BACKEND.QQQ_TORCH),
 )
-#: of one linear: half precision sums
+#: largest distance of a linear's outputs, whose sums are in half precision
 LIMIT = 1e-3
 
 
@@ -97,13 +97,13 @@ def _model(variant: str, directory: Path) -> Path:
         AutoConfig.for_model(variant, **SIZES, tie_word_embeddings=False)
     )
     model.half().save_pretrained(directory)
-    for file in DEMO.glob("tokenizer*"):  # GPTQModel wants one
+    for file in DEMO.glob("tokenizer*"):  # GPTQModel requires a tokenizer
         shutil.copy(file, directory)
     return directory
 
 
 def _expected(native: Path, out: Path, name: str) -> nn.Module:
-    """Our model with the weights that the export says a loader computes with, in float32."""
+    """Our model in float32 with the weights that a loader of the export computes with."""
     target, checkpoint, model = (
         export_formats.get(name),
         Checkpoint(out),

@@ -3,13 +3,13 @@
     pip install llama-cpp-python
     python benchmarks/serving/through_llama_cpp.py [NATIVE ...]
 
-Native checkpoints are exported and given the demo's text; without one, random models of CASES are
-made, quantized to w4a16 and to w8a8, and given random tokens. Prints rows of a table: the
-perplexity of qtool's float32 model with the dequantized weights and of llama.cpp (one thread, cache
-in half precision), the distance of its logits, and how often the best token is the same. llama.cpp
-makes activations int8; so it runs a copy whose tensors are float32, too: the last distance is what
-its model computes otherwise than ours (its GELU is a table in half precision). Exit code 1 if that
-is beyond the limit.
+Native checkpoints are exported and evaluated on the demo's text. Without any, random models of
+CASES are made, quantized to w4a16 and to w8a8, and evaluated on random tokens. It prints rows of a
+table: the perplexity of qtool's float32 model with the dequantized weights and of llama.cpp (one
+thread, cache in half precision), the distance of llama.cpp's logits, and how often the best token
+is the same. Since llama.cpp rounds activations to int8, it also runs a copy with float32 tensors;
+the last distance is the remaining difference of its model from ours (its GELU is a table in half
+precision). The exit code is 1 if that distance is beyond the limit.
 """
 
 import sys
@@ -53,7 +53,7 @@ CAPS = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}
 WIDE = GEMMA | {"query_pre_attn_scalar": 32, "num_attention_heads": 8}
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.02, "logits_scaling": 4.0}
 GRANITE |= {"residual_multiplier": 0.3}
-#: what is printed: the model type, and what is not as in PLAIN
+#: by printed name: the model type, and the settings that differ from PLAIN
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
     "Llama, tied": ("llama", TIED),
@@ -86,10 +86,10 @@ RULES = {"w4a16": {"group_size": 32, "layout": "row-major"}, "w8a8": {"layout": 
 
 
 def random_model(kind: str, changes: dict[str, Any], out: Path) -> Path:
-    """A saved model in float16, whose attention looks at positions."""
+    """A saved model in float16 whose attention depends on positions."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **PLAIN | changes))
-    low = -0.5 if kind.startswith("gemma") else 0.5  # norms are this plus one there
+    low = -0.5 if kind.startswith("gemma") else 0.5  # Gemma adds one to norms' weights
     for parameter in model.parameters():
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, low, low + 1)
@@ -111,7 +111,7 @@ def compare(native: Path, ids: Tensor, directory: Path) -> tuple[float, ...]:
 
 
 def line(name: str, measured: list[tuple[float, ...]]) -> bool:
-    """Print a row, figures of several beside each other; whether all are within the limit."""
+    """Print a row with the figures side by side; returns whether all are within the limit."""
     forms = "{:.2f}", "{:.2f}", "{:.1e}", "{:.1%}", "{:.0e}"
     columns = zip(forms, zip(*measured, strict=True), strict=True)
     cells = [" / ".join(map(form.format, figures)) for form, figures in columns]
@@ -128,7 +128,7 @@ def through(file: Path, ids: Tensor, cache: int | None = None) -> Tensor:
 
 
 def in_float32(file: Path) -> Path:
-    """A copy of ``file`` beside it, whose tensors are float32."""
+    """A copy of ``file`` in the same folder with float32 tensors."""
     reader, out = gguf.GGUFReader(file), file.with_suffix(".float32.gguf")
     fields = {name: field for name, field in reader.fields.items() if "GGUF." not in name}
     writer = gguf.GGUFWriter(out, fields.pop("general.architecture").contents())

@@ -1,12 +1,12 @@
-"""Greedy tokens of transformers from an export beside those of qtool's runtime from the native
-checkpoint.
+"""Compares greedy tokens of transformers from an export with those of qtool's runtime from the
+native checkpoint.
 
     python benchmarks/serving/through_transformers.py NATIVE EXPORT [EXPORT ...] [--prompts 32]
     [--tokens 64]
 
-Prints for each export, way of loading it and dtype: how many of the prompts continue alike to the
-last token, first by `qtool.load(NATIVE)`, then by `qtool.load_as_export(NATIVE, FORMAT)`, and after
-how many tokens the others part.
+For each export, way of loading it and dtype, it prints the number of prompts whose continuations
+are equal to the last token, first with `qtool.load(NATIVE)`, then with
+`qtool.load_as_export(NATIVE, FORMAT)`, and the number of tokens after which the others part.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from qtool.data import corpora
 
 @torch.no_grad()
 def tokens(model: nn.Module, ids: Tensor, count: int) -> Tensor:
-    """``[prompts, count]`` that follow ``ids [prompts, length]``."""
+    """The greedy tokens ``[prompts, count]`` that follow ``ids [prompts, length]``."""
     options = {
         "max_new_tokens": count,
         "min_new_tokens": count,
@@ -35,7 +35,7 @@ def tokens(model: nn.Module, ids: Tensor, count: int) -> Tensor:
 
 
 def compared(ours: Tensor, theirs: Tensor) -> str:
-    """How many rows are equal, and where the others part."""
+    """The number of equal rows, and the places where the others part."""
     same = (ours == theirs).all(1)
     until = (ours == theirs).long().cumprod(1).sum(1)[~same].float()
     return f"{int(same.sum())} of {len(same)} equal" + (

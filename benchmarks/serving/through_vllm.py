@@ -5,8 +5,8 @@ tensor values.
 
 Kernels do not run, so no GPU is needed: vLLM is told that it is on a GPU of compute capability 9.0,
 builds the model, chooses each layer's scheme and kernel, and loads the checkpoint into its fused
-parameters. Those are read back here, by the formats' closed forms, and held against qtool's
-weights. The printed kernel is the one vLLM would take on an H200.
+parameters. These are read back here, by the formats' closed forms, and compared with qtool's
+weights. The printed kernel is the one that vLLM would choose on an H200.
 """
 
 import os
@@ -30,7 +30,7 @@ AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
 
 def built(directory: Path) -> torch.nn.Module:
-    """vLLM's model of ``directory``, its weights loaded."""
+    """vLLM's model of ``directory`` with its weights loaded."""
     _on_a_cpu()
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -62,7 +62,7 @@ def _on_a_cpu() -> None:
 
     if not platforms.current_platform.device_type:
         platforms._current_platform = platforms.current_platform = CpuPlatform()
-        # asked by itself it refuses an fp8 cache
+        # the platform itself would refuse an fp8 cache
         attention = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
         CpuPlatform.get_attn_backend_cls = lambda *_, **__: attention
 
@@ -108,7 +108,7 @@ def nibbles(words: Tensor, axis: int) -> Tensor:
 
 
 def weight(parameters: Mapping[str, Tensor], export: str) -> Tensor:
-    """float32 ``[N, K]`` of a loaded module."""
+    """The weight ``[N, K]`` of a loaded module in float32."""
     if "weight_packed" in parameters:
         codes, scale = nibbles(parameters["weight_packed"], 1), parameters["weight_scale"].float()
         packed = parameters.get("weight_zero_point")
@@ -162,9 +162,7 @@ def quantized(
 
 
 def ours(native: Path) -> dict[str, Tensor]:
-    """Our weights by name; the rows of a fused linear in the order query, key, value, as vLLM puts
-    them.
-    """
+    """Our weights by name; the rows of a fused linear are in vLLM's order query, key, value."""
     checkpoint = Checkpoint(native)
     checkpoint_format, family = (
         native_format(checkpoint.config),
@@ -208,7 +206,7 @@ def main(native: Path, exports: list[Path]) -> None:
 
 
 def kernel_of(module: Any) -> str:
-    """What would multiply: the kernel of a linear, the method of a stack of experts."""
+    """The kernel of a linear, or the method of a stack of experts."""
     owners = (module, getattr(module, "scheme", None), module.quant_method)
     kernel = next(
         (found for owner in owners if (found := getattr(owner, "kernel", None))),
