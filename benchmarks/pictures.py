@@ -1,6 +1,6 @@
 """Draw the pictures of README and docs: ``python benchmarks/pictures.py`` writes docs/images/*.svg.
 
-The picture of quality against speed is made of stored results; the others explain.
+The picture of quality against speed is drawn from stored results; the others are explanations.
 """
 
 import argparse
@@ -21,7 +21,7 @@ matplotlib.rcParams["svg.hashsalt"] = "qtool"
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 INK, BLUE, ORANGE, GREEN, GREY = "#263238", "#3f51b5", "#ef6c00", "#2e7d32", "#b0bec5"
-#: columns of the kernels' results that run a scheme; its time lies between theirs
+#: columns of the kernels' results that run a scheme; the scheme's time is between their times
 COLUMNS = {
     "w8a8": ["w8a8"],
     "w4a16": ["w4a16-g128"],
@@ -33,9 +33,9 @@ COLUMNS = {
     "w4a4-mix": ["w4a4", "w4a4-g32"],
     "w4a16-24": ["w4a16-24-g128"],
 }
-#: recipes that are shown in place of `best`, which mixes schemes there
+#: recipes that are shown for schemes whose `best` mixes schemes
 SHOWN = {"w4a4-g128": "paper", "w4a4-mix": "paper"}
-#: labels' shifts in points, where something else takes the room on the right
+#: shifts of labels in points, if the space on the right is taken
 LABELS = {
     "w4a8-qoq": (-7, 5),
     "w4a8-qoq-g128": (-7, -13),
@@ -181,8 +181,8 @@ def pipeline() -> None:
         if left < 0.35 or left > 0.75:
             patch.set_visible(False)
     for i, arrow in enumerate([p for p in axes.patches if isinstance(p, FancyArrowPatch)][4:]):
-        arrow.set_visible(i == 2)  # between the two that stay
-    start, end = (0.37, 0.58), (0.41, 0.38)  # the ring feeds both
+        arrow.set_visible(i == 2)  # the arrow between the two that stay
+    start, end = (0.37, 0.58), (0.41, 0.38)  # the ring feeds both consumers
     axes.add_patch(FancyArrowPatch(start, end, arrowstyle="->", mutation_scale=12))
     start, end = (0.75, 0.38), (0.79, 0.58)
     axes.add_patch(FancyArrowPatch(start, end, arrowstyle="->", mutation_scale=12))

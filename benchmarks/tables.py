@@ -3,10 +3,10 @@
     python benchmarks/tables.py            # writes the files
     python benchmarks/tables.py --check    # exit code 1 if a file would change
 
-A table stands between ``<!-- table NAME -->`` and ``<!-- /table -->``. Measured ones come from
-``benchmarks/results/``, each file written by the command that it names.
+A table is between ``<!-- table NAME -->`` and ``<!-- /table -->``. Measured tables come from
+``benchmarks/results/``; each file there was written by the command that it names.
 
-What ``qtool bench serve --json`` and ``qtool bench quantize --json`` printed is kept by
+The output of ``qtool bench serve --json`` and ``qtool bench quantize --json`` is stored by
 
     python benchmarks/tables.py --keep serving --command COMMAND --machine MACHINE RUN.json ...
 """
@@ -45,14 +45,14 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def made_by(found: dict[str, Any]) -> str:
-    """Where and by which command ``found`` was measured."""
+    """A text on the machine and the command with which ``found`` was measured."""
     note = f" ({found['note']})" if "note" in found else ""
     where = f"on {found['machine']}, {found['date']}{note}"
     return f"\nMeasured by `{found['command']}` {where}.\n"
 
 
 def quickstart() -> str:
-    """What ``make quickstart`` says."""
+    """The output of ``make quickstart``."""
     return f"```text\n{(RESULTS / 'quickstart.txt').read_text()}```\n"
 
 
@@ -85,7 +85,7 @@ def methods() -> str:
 
 
 def departures() -> str:
-    """What the recipes ``paper`` do otherwise than their papers, and what it does to the result."""
+    """The departures of the recipes ``paper`` from their papers, with their effects."""
     rows = [
         [f"`{scheme}`", departure.what, departure.effect]
         for scheme, _, departure in recipes.departures()
@@ -102,7 +102,7 @@ def formats() -> str:
 
 
 def accuracy(name: str = "accuracy", timed: bool = True) -> str:
-    """Every scheme and recipe on one model; ``timed``: with CPU seconds."""
+    """Every scheme and recipe on one model, with CPU seconds if ``timed``."""
     found = results(name)
     rows = [["full precision", "", f"{found['full']['perplexity']:.3f}", "", "", "16", ""]]
     rows[0] += [""] * timed
@@ -117,7 +117,7 @@ def accuracy(name: str = "accuracy", timed: bool = True) -> str:
 
 
 def rotation() -> str:
-    """``best`` with the Hadamard alone, and with the rotation that it learns from there on.
+    """``best`` with the Hadamard alone, and with the rotation learned from it.
 
     Neither rotates anything at run time.
     """
@@ -126,7 +126,7 @@ def rotation() -> str:
 
 
 def online_hadamard() -> str:
-    """``best`` for export, and with what it rotates at run time."""
+    """``best`` for export, and with its rotations at run time."""
     return compared("online-hadamard", "`--for-export`", "`best`", divergence_of_best())
 
 
@@ -136,7 +136,7 @@ def divergences(name: str) -> dict[str, float]:
 
 
 def divergence_of_best() -> dict[str, float]:
-    """KL by scheme, of the table of all schemes."""
+    """KL by scheme, from the table of all schemes."""
     best = (row for row in results("accuracy")["rows"] if row["recipe"] == "best")
     return {row["scheme"]: row["kl"] for row in best}
 
@@ -234,7 +234,7 @@ PAPERS = {
 
 
 def serving_papers() -> str:
-    """Our best row of a shape within 80 GB, beside what two papers have."""
+    """Our best row of a shape within 80 GB, beside the numbers of two papers."""
     runs = {run["title"]: run["rows"] for run in results("serving")["runs"]}
     rows = []
     for shape, (title, *theirs) in PAPERS.items():
@@ -247,7 +247,7 @@ def serving_papers() -> str:
 
 
 def runtime() -> str:
-    """Milliseconds a decode step of our own runtime, as runtime_speed.py found them."""
+    """Milliseconds a decode step of our own runtime, from runtime_speed.py."""
     found = results("runtime")
     head = ["batch", "CUDA graphs", "static cache, eager", "dynamic cache, eager", "bf16 model"]
     rows = []
@@ -296,12 +296,12 @@ def sensitivity() -> str:
     return markdown(head, sorted(rows)) + made_by(stored)
 
 
-#: what is proved of each class, in turn; an export follows
+#: steps of the proof of each class, in order; an export follows
 FAMILY_STEPS = "plan", "fast", "paper", "best", "transforms", "resume"
 
 
 def families() -> str:
-    """Every causal class of transformers: what was proved of it, or why it was not."""
+    """Every causal class of transformers with its proved steps, or the reason why one failed."""
     found = results("families")
     rows, right = [], 0
     for row in found["rows"]:
@@ -405,7 +405,7 @@ def documents() -> Iterator[Path]:
 
 
 def keep(name: str, files: Sequence[Path], command: str, machine: str) -> None:
-    """Store what the runs of ``qtool bench serve --json`` or ``bench quantize --json`` printed.
+    """Store the output of runs of ``qtool bench serve --json`` or ``bench quantize --json``.
 
     A run's title is its file's name.
     """
