@@ -1,11 +1,10 @@
 """Hadamard matrices of all orders that models need, and the randomized rotation made from them.
 
 A Hadamard matrix is ``H [n, n]`` of +-1 with ``H H^T = n I``. Dense ones are constructed: Paley I
-(``q + 1``, q a
-prime power, q = 3 mod 4), Paley II (``2 (q + 1)``, q = 1 mod 4), Williamson (``4 m`` from four
-symmetric circulants with ``A A^T + B B^T + C C^T + D D^T = 4 m I``); every other order is a
-Kronecker product of those. The rotation of QuaRot (Ashkboos et al., 2024) is ``Q = H diag(s) /
-sqrt(n)`` with random signs ``s``; ``x Q`` costs ``n (d1 + d2 + ...)`` for factors d_i.
+(``q + 1``, q a prime power, q = 3 mod 4), Paley II (``2 (q + 1)``, q = 1 mod 4), Williamson (``4
+m`` from four symmetric circulants with ``A A^T + B B^T + C C^T + D D^T = 4 m I``). Every other
+order is a Kronecker product of those. The rotation of QuaRot (Ashkboos et al., 2024) is ``Q = H
+diag(s) / sqrt(n)`` with random signs ``s``; ``x Q`` costs ``n (d1 + d2 + ...)`` for factors d_i.
 """
 
 from dataclasses import dataclass, field
