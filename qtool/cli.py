@@ -193,7 +193,8 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 def sensitivity(model: str, **options: Any) -> None:
     """Write a recipe with the best scheme for each layer of MODEL.
 
-    What a scheme costs a layer is measured on the model's output; the recipe stays under a size.
+    The cost of each scheme in a layer is measured on the model's output. The recipe stores at most
+    --budget-bits per weight.
     """
     from qtool import api
 
@@ -210,7 +211,7 @@ def sensitivity(model: str, **options: Any) -> None:
 @MODEL
 @JSON
 def family(model: str, as_json: bool) -> None:
-    """Print what reads and writes what in MODEL.
+    """Print how the linears and norms of MODEL are connected.
 
     It lists what stays in 16 bits and which methods are left out, with the reasons. MODEL is a
     directory, a hub id or a config.json; no weight is read. A structure that nobody declared is
@@ -238,10 +239,10 @@ def evaluate(
     """Measure perplexity and zero-shot accuracy.
 
     TASKS are wikitext2, c4, pile, demo or a text file for perplexity, and any lm-eval task for
-    accuracy, with spaces or commas between.
+    accuracy, separated by spaces or commas.
 
-    With --save an interrupted evaluation continues where it was, and `qtool report` shows what is
-    kept. The baseline's results are kept in MODEL's file too.
+    With --save an interrupted evaluation continues where it stopped, and `qtool report` shows the
+    saved results. The baseline's results are saved in MODEL's file too.
     """
     from qtool import api
 
@@ -272,9 +273,10 @@ def evaluate(
 def verify(model: str, verbose: bool, as_json: bool, **options: Any) -> None:
     """Check every packed linear of a quantized MODEL.
 
-    Its bytes are what was written, the scheme's invariants hold, packing is exact, and the output
-    is the reference's. Exit code 1 where a check fails. With --engine vllm, what vLLM makes of
-    MODEL: the kernels that run, in its CUDA graphs too, and that it says what our runtime says.
+    The files have the bytes that were written, the scheme's invariants hold, packing loses nothing,
+    and the output is the reference's. Exit code 1 if a check fails. With --engine vllm, vLLM loads
+    MODEL: the right kernels must run, in its CUDA graphs too, and its outputs must be those of
+    qtool's runtime.
     """
     from qtool import api
 
@@ -327,7 +329,7 @@ def inspect(model: str, as_json: bool) -> None:
     type=POSITIVE,
     default=1,
     show_default=True,
-    help="Refuse what N GPUs cannot share.",
+    help="Refuse linears that N GPUs cannot share.",
 )
 @QUIET
 @VERBOSE
@@ -361,15 +363,16 @@ def export(
 @click.option("--out", required=True, type=NewPath(), help="Output directory.")
 @click.option(
     "--layout",
-    help="Packed layout of every linear; by default w4a16's, row-major where it does not fit.",
+    help="Packed layout of every linear; by default w4a16's, or row-major if that does not fit.",
 )
 @QUIET
 @JSON
 def import_model(model: str, out: Path, layout: str | None, as_json: bool) -> None:
     """Repack a 4-bit GPTQ, AWQ or AutoRound model.
 
-    A symmetric GPTQ, AWQ, AutoRound or compressed-tensors MODEL becomes a native w4a16 one, code
-    for code; one with zero points a channel becomes w4a8-qoq, which has 8-bit activations.
+    A symmetric GPTQ, AWQ, AutoRound or compressed-tensors MODEL becomes a native w4a16 checkpoint
+    with the same codes. A model with one zero point per channel becomes w4a8-qoq, which has 8-bit
+    activations.
     """
     from qtool import api
 
@@ -380,18 +383,18 @@ def import_model(model: str, out: Path, layout: str | None, as_json: bool) -> No
 
 @command(cli, "qtool report demo-lqq --compare demo --tasks demo,demo_choice")
 @MODEL
-@click.option("--compare", help="The model it was made from; fills what needs both.")
+@click.option("--compare", help="The model it was made from; comparisons need it.")
 @click.option(
     "--tasks",
     default="",
-    help="Evaluate first, as `qtool eval --save` would: names, separated by commas.",
+    help="Tasks to evaluate first, as `qtool eval --save` does; separated by commas.",
 )
 @click.option("--out", type=NewPath(), help="Default: report.html in MODEL.")
 @DATA_DIR
 @DEVICE
 @QUIET
 def report(model: str, **options: Any) -> None:
-    """Write one HTML file on a quantized MODEL.
+    """Write one HTML page about a quantized MODEL.
 
     It shows sizes, results, errors by layer, activation ranges, checks, and how to reproduce them.
     """
@@ -403,7 +406,7 @@ def report(model: str, **options: Any) -> None:
 @command(cli, "qtool schemes")
 @JSON
 def schemes(as_json: bool) -> None:
-    """List the schemes, their recipes and what they are."""
+    """List the schemes with their recipes and a description."""
     from qtool import api
 
     found, header = api.schemes(), ("scheme", "recipes", "what it is")

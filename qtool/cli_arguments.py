@@ -112,7 +112,7 @@ MODEL = click.argument("model")
 SCHEME = click.option(
     "--scheme",
     type=Name(_schemes),
-    help="What to quantize to; `qtool schemes` lists them. A --recipe file may say it instead.",
+    help="Scheme to quantize to; `qtool schemes` lists them. A --recipe file may name it instead.",
 )
 RECIPE_NAME = Name(lambda: VARIANTS, or_file=True)
 RECIPE = click.option(
@@ -124,13 +124,13 @@ CALIBRATED_RECIPE = click.option(
     help="fast, paper, best, or a YAML file. Default: fast, or paper with --calib.",
 )
 GROUP = click.option(
-    "--group-size", help="Input channels a group, or 'channel'; the recipe's by default."
+    "--group-size", help="Input channels per group, or 'channel'; the recipe's by default."
 )
 TARGET = click.option(
     "--target", help="A GPU (a100, l40s, h200, ...): choose the granularity it can afford."
 )
 BLOCKS = click.option(
-    "--max-8bit-blocks", type=NOT_NEGATIVE, help="w4ax-fmpq: at most so many 8-bit blocks a layer."
+    "--max-8bit-blocks", type=NOT_NEGATIVE, help="w4ax-fmpq: most 8-bit blocks per layer."
 )
 FOR_EXPORT = click.option(
     "--for-export",
@@ -150,7 +150,7 @@ CALIB = click.option(
     "calibration",
     help="Calibration text: wikitext2, c4, pile, demo, or a .txt, .jsonl or .parquet file; or"
     " several with their numbers of windows, as in wikitext2:64,chat.jsonl:32."
-    " Default: wikitext2, for the demo its own, where the recipe looks at activations.",
+    " Default: wikitext2, or the demo's own text, if the recipe looks at activations.",
 )
 SAMPLES = click.option(
     "--samples", type=POSITIVE, help="Calibration windows. Default: as --calib says, or 128."
@@ -160,13 +160,13 @@ SEQLEN = click.option(
     type=TWO_OR_MORE,
     default=2048,
     show_default=True,
-    help="Tokens a window, at most the model's context.",
+    help="Tokens per window, at most the model's context.",
 )
 WINDOWS = click.option(
     "--windows",
     type=click.Choice(["given", "continued"]),
-    help="Calibration windows are all of the text, or started by it and continued by the model;"
-    " the recipe's by default.",
+    help="given: calibration windows come from the text; continued: the text starts them and the"
+    " model writes the rest. Default: as the recipe says.",
 )
 ACTIVATIONS = click.option(
     "--activations",
@@ -178,7 +178,7 @@ ACTIVATIONS = click.option(
 CAST = click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
-    help="Cast what is not packed; by default it stays as it is.",
+    help="Dtype of all that is not packed; unchanged by default.",
 )
 KEEP_UNKNOWN = click.option(
     "--keep-unknown", is_flag=True, help="Copy tensors that the family lacks."
@@ -196,7 +196,7 @@ TENSOR_PARALLEL = click.option(
     show_default=True,
     help="GPUs that the engine splits the model over.",
 )
-VERBOSE = click.option("-v", "--verbose", is_flag=True, help="One line a linear.")
+VERBOSE = click.option("-v", "--verbose", is_flag=True, help="One line per linear.")
 
 
 QUIET = click.option(
@@ -231,7 +231,10 @@ QUANTIZE = _options(
     ),
     DATA_DIR,
     click.option(
-        "--seed", default=0, show_default=True, help="Chooses and continues calibration windows."
+        "--seed",
+        default=0,
+        show_default=True,
+        help="Seed of the calibration windows.",
     ),
     ACTIVATIONS,
     DEVICE,
@@ -261,17 +264,20 @@ PLAN = _options(
         type=click.Choice(["cuda", "cpu"]),
         default="cuda",
         show_default=True,
-        help="Where the run is: cuda is an H200, cpu two cores.",
+        help="Device of the run: cuda is an H200, cpu two cores.",
     ),
 )
 SENSITIVITY = _options(
     click.option(
         "--choices",
         required=True,
-        help="Schemes with commas, as w4a16,w4a16:32,w8a8; none leaves a layer as it is.",
+        help="Schemes separated by commas, as w4a16,w4a16:32,w8a8; none leaves a layer in 16 bits.",
     ),
     click.option(
-        "--budget-bits", type=float, required=True, help="Most stored bits a weight, as 4.25."
+        "--budget-bits",
+        type=float,
+        required=True,
+        help="Most stored bits per weight, as 4.25.",
     ),
     click.option("--out", type=NewPath(), required=True, help="The recipe, a YAML file."),
     click.option(
@@ -279,13 +285,13 @@ SENSITIVITY = _options(
         type=Name(lambda: VARIANTS),
         default="best",
         show_default=True,
-        help="fast, paper or best: whose methods the recipe has.",
+        help="fast, paper or best: the recipe whose methods are written.",
     ),
     CALIB,
     DATA_DIR,
     click.option("--samples", type=POSITIVE, default=8, show_default=True, help="Windows."),
     click.option(
-        "--seqlen", type=TWO_OR_MORE, default=512, show_default=True, help="Tokens a window."
+        "--seqlen", type=TWO_OR_MORE, default=512, show_default=True, help="Tokens per window."
     ),
     DEVICE,
 )
@@ -298,7 +304,7 @@ EVALUATE = _options(
     click.option("--compare", help="A baseline model; prints the change against it."),
     DATA_DIR,
     SEQLEN,
-    click.option("--limit", type=POSITIVE, help="At most this many windows or items a task."),
+    click.option("--limit", type=POSITIVE, help="Most windows or items per task."),
     click.option(
         "--batch-size",
         type=POSITIVE,
@@ -309,7 +315,7 @@ EVALUATE = _options(
     click.option(
         "--kv",
         type=KV_NAME,
-        help="KV-cache quantizer of --model meanwhile: kv8, kv4, kv4-channel. Default: its own.",
+        help="KV-cache quantizer of --model: kv8, kv4, kv4-channel. Default: the checkpoint's.",
     ),
     click.option(
         "--as-export",
@@ -325,7 +331,7 @@ EVALUATE = _options(
     click.option(
         "--deterministic",
         is_flag=True,
-        help="The same bits on all devices, instead of what a server computes.",
+        help="Compute the same bits on all devices, which no server does.",
     ),
     click.option(
         "--save",

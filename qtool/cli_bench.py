@@ -39,15 +39,15 @@ def bench() -> None:
     show_default=True,
     help="Layer shapes: llama-2-7b, llama-3-8b, ...",
 )
-@click.option("--tokens", default="1,16,64,256,1024", show_default=True, help="Tokens M of a call.")
+@click.option("--tokens", default="1,16,64,256,1024", show_default=True, help="Tokens M per call.")
 @click.option(
     "--schemes",
-    help="Columns: w4a8-lqq-g64, w4a4-g128, w4ax-fmpq, ...; else the W4A8 ones and w8a8.",
+    help="Columns: w4a8-lqq-g64, w4a4-g128, ...; by default the W4A8 schemes and w8a8.",
 )
 def bench_gemm(models: str, tokens: str, schemes: str | None) -> None:
     """Time the packed GEMMs on this GPU.
 
-    They stand beside their floor and torch's own matmuls.
+    The table sets them beside their floor and torch's own matmuls.
     """
     from qtool.bench import bench_gemm as measure
 
@@ -63,7 +63,8 @@ def bench_gemm(models: str, tokens: str, schemes: str | None) -> None:
 def bench_kv(shapes: str | None) -> None:
     """Time attention over a packed KV cache on this GPU.
 
-    Decode attention over a kv4 and a kv8 cache stands beside torch's SDPA on a 16-bit one.
+    The table sets decode attention over a kv4 and a kv8 cache beside torch's SDPA over a 16-bit
+    one.
     """
     from qtool.bench import bench_kv as measure
 
@@ -99,10 +100,10 @@ def bench_kv(shapes: str | None) -> None:
 def bench_quantize(as_json: bool, **options: Any) -> None:
     """Time every part of a quantization run.
 
-    MODEL, or a random checkpoint of a known shape (llama-3-8b, qwen3-235b-a22b, ...), is quantized,
-    calibrated on random tokens, or on what it makes of them where the recipe lets it continue its
-    windows. The table sets each part beside its floor: bytes by the disk's rate, operations by the
-    measured rates of this device.
+    MODEL, or a random checkpoint of a known shape (llama-3-8b, qwen3-235b-a22b, ...), is quantized.
+    It is calibrated on random tokens, which the model continues if the recipe says so. The table
+    sets each part beside its floor: bytes by the disk's rate, operations by the measured rates of
+    this device.
     """
     from qtool.bench import bench_quantize as measure
     from qtool.pipeline.summary import shard_facts
@@ -117,10 +118,10 @@ def bench_quantize(as_json: bool, **options: Any) -> None:
 @click.option("--against", default="fp8,bf16,w4a16", show_default=True, help="Baselines.")
 @click.option("--batches", default="1,16,64,256,512", show_default=True, help="Sequences at once.")
 @click.option(
-    "--input-tokens", type=POSITIVE, default=1024, show_default=True, help="Of each prompt."
+    "--input-tokens", type=POSITIVE, default=1024, show_default=True, help="Tokens of each prompt."
 )
 @click.option(
-    "--output-tokens", type=POSITIVE, default=512, show_default=True, help="Of each answer."
+    "--output-tokens", type=POSITIVE, default=512, show_default=True, help="Tokens of each answer."
 )
 @click.option(
     "--memory", type=float, help="GB of each GPU that an engine may use; nearly all by default."
