@@ -1,6 +1,6 @@
 """Small quantizations that any number of ranks does alike."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +55,19 @@ def make(name: str, models: Path, out: Path) -> None:
     random = torch.Generator().manual_seed(5)
     tokens = [torch.randint(0, 320, (count, 24), generator=random) for count in SEQUENCES]
     calibration = Calibration(tokens, {"text": "random"})
-    whole = hessian.parts
-    hessian.parts = narrow_panels if "panels" in name else whole
+    whole = hessian.panels
+    hessian.panels = narrow_panels if "panels" in name else whole
     quantize(
         Checkpoint(models / model), recipe_of(scheme, chosen), out / name, calibration=calibration
     )
-    hessian.parts = whole
+    hessian.panels = whole
 
 
-def narrow_panels(k: int, device: torch.device) -> list[tuple[slice, slice]]:
-    """What a GPU sums of a Hessian, for small ones."""
-    stops = [min(start + 40, k) for start in range(0, k, 40)]
-    return [
-        (slice(0, stop), slice(start, stop))
-        for start, stop in zip(range(0, k, 40), stops, strict=True)
-    ]
+def narrow_panels(k: int) -> Iterator[tuple[slice, slice]]:
+    """Panels so narrow that a small Hessian has several."""
+    for start in range(0, k, 40):
+        stop = min(start + 40, k)
+        yield slice(0, stop), slice(start, stop)
 
 
 def make_all(models: Path, out: Path) -> None:
