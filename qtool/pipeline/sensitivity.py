@@ -30,6 +30,7 @@ from qtool.io.safetensors import write_json, write_text
 from qtool.io.source import Checkpoint
 from qtool.models.conv1d import replace_conv1d
 from qtool.models.experts import separate_experts
+from qtool.models.family import Family
 from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.calibration_windows import windows_of
 from qtool.pipeline.divergence import Probe
@@ -449,11 +450,18 @@ def _rules(
             alike = tuple(n for n in linears if of[job.full(block, n)] == linear_format)
             blocks.setdefault((alike, linear_format), []).append(str(block))
     for (linears, found), numbers in blocks.items():
-        # of experts one pattern for all numbers
-        patterns = (re.sub(r"(?<=\\.)\d+(?=\\.)", r"\\d+", re.escape(name)) for name in linears)
-        within = "|".join(dict.fromkeys(patterns))
+        family = job.block_family(int(numbers[0]))
+        within = "|".join(dict.fromkeys(_pattern(family, name) for name in linears))
         match = rf"^{re.escape(job.family.blocks)}\.({'|'.join(numbers)})\.({within})$"
         if found is None:
             yield LayerRule(match, None)
         else:
             yield LayerRule(match, found.scheme, found.group_size, found.layout)
+
+
+def _pattern(family: Family, linear: str) -> str:
+    """A regular expression for ``linear``; for one of a routed expert, that of all experts."""
+    pattern = re.escape(linear)
+    if family.group_of(linear).routed:
+        return re.sub(r"(?<=\\.)\d+(?=\\.)", r"\\d+", pattern)
+    return pattern

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,14 @@ from qtool.io.source import DEMO, Checkpoint
 from qtool.pipeline.divergence import Probe
 from qtool.pipeline.inspect import total
 from qtool.pipeline.job import Job
-from qtool.pipeline.sensitivity import Group, Option, allocations, best_allocation, recipes_of
+from qtool.pipeline.sensitivity import (
+    Group,
+    Option,
+    _pattern,
+    allocations,
+    best_allocation,
+    recipes_of,
+)
 from tests.conftest import MakeModel
 from tests.models.tiny import save_tiny
 
@@ -222,6 +230,12 @@ def test_linears_that_transformers_holds_otherwise_are_measured(kind: str, tmp_p
     probe = Probe(qtool.load(model, dtype=torch.float32), [IDS])
     probe.model = qtool.load(done.directory, dtype=torch.float32)
     assert found.chosen.measured == pytest.approx(probe.divergence({}), rel=0.05)
+
+
+@pytest.mark.parametrize(("routed", "numbers"), [(True, r"\d+"), (False, "0")])
+def test_only_routed_experts_share_a_pattern(routed: bool, numbers: str) -> None:
+    family = SimpleNamespace(group_of=lambda _: SimpleNamespace(routed=routed))
+    assert _pattern(family, "mlp.experts.0.up") == rf"mlp\.experts\.{numbers}\.up"  # type: ignore[arg-type]
 
 
 def test_the_command_prints_the_curve(make_model: MakeModel, tmp_path: Path) -> None:
