@@ -1,4 +1,6 @@
-// One value of a tensor of the dtype that the host names: DTYPE 0 float32, 1 float16, 2 bfloat16.
+// Element: an item of a tensor of the dtype that the kernel is compiled for. The host defines
+// DTYPE: 0 float32, 1 float16, 2 bfloat16 (qtool/kernels/dtypes.py). 16-bit items are kept as their
+// bits; widen and narrow convert them to float and, rounding to nearest even, back.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -10,7 +12,7 @@ __device__ __forceinline__ float narrow(float v) { return v; }
 typedef u16 Element;
 __device__ __forceinline__ float widen(u16 h) {
 #if DTYPE == 2
-    return __uint_as_float(static_cast<u32>(h) << 16);
+    return __uint_as_float(static_cast<u32>(h) << 16);  // bfloat16 is the upper half of float32
 #else
     float f;
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
@@ -28,7 +30,9 @@ __device__ __forceinline__ u16 narrow(float v) {
 }
 #endif
 
-// Two at once: a conversion of one value to 16 bits takes four times as long as that of a pair.
+// Two values at once, since a conversion of one value to 16 bits takes four times as long as that
+// of a pair. narrow_pair puts `first` into the low half; round_pair rounds two floats to what an
+// Element can hold, and leaves them floats.
 #if DTYPE == 0
 __device__ __forceinline__ void round_pair(float&, float&) {}
 #else
