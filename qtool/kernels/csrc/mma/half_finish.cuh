@@ -1,17 +1,33 @@
-// The end of a 16-bit GEMM: the units' sums added, scaled per channel, biased and stored.
+// The end of the 16-bit GEMM (half_gemm.cuh): the sums of the units of K are added up, scaled per
+// channel, biased and stored. Floats are added in the order of K, so that the same inputs give the
+// same bits.
+//
+// The teams of a block add up in shared memory. Where kSplit blocks share a tile, there are two
+// ways:
+//   in a cluster (kHopper) each block owns an equal share of the tile. It sends the others the sums
+//   of their shares, into their shared memory, and adds up what it receives for its own;
+//   else each block writes its sums to p.workspace, and a second kernel adds them up (add_splits).
+//
+// Legend: an *item* is a float4, four adjacent columns of a token of the tile; items are counted
+// token by token. rank: the number of a block among those of its tile.
 #pragma once
 #include "mma/half_shape.cuh"
 
+// S: a HalfShape.
 template <class S>
 struct HalfFinish {
-    // Adds the teams' sums in the order of K, then the blocks', and stores them. In a cluster each block sends the others
-    // the sums of their shares; nobody waits for more than his own.
+    // Finishes the tile at token m and column n. `shared` holds the teams' sums; all threads of the
+    // block have passed a barrier since they were written. `received` is the mbarrier that counts
+    // the bytes that the others send here.
     static __device__ __forceinline__ void run(const HalfParams& p, u8* shared, u32 received, int m, int n, int rank) {
         const int items = min(S::kTileTokens, p.m - m) * S::kFours;
         if constexpr (S::kHopper && S::kSplit > 1) {
             const u32 inbox = smem_address(shared) + S::kReceivedAt;
+            // The other kSplit - 1 blocks send 16 bytes for each item of this block's share.
             if (threadIdx.x == 0) mbar_expect(received, max(0, min(S::kShare, items - rank * S::kShare)) * (S::kSplit - 1) * 16);
-            cluster_wait();  // for the others to have started
+            cluster_wait();  // the others have started, and their mbarriers are initialized
+            // Slot s * kShare + j of a block's inbox holds item j of its share from the s-th of the
+            // other blocks.
             for (int i = threadIdx.x; i < items; i += S::kThreads) {
                 const int owner = i / S::kShare;
                 const u32 slot = (rank - (rank > owner)) * S::kShare + i % S::kShare;
@@ -41,7 +57,8 @@ struct HalfFinish {
         }
     }
 
-    // The second pass where the split blocks are no cluster: adds their sums in the order of K.
+    // The second kernel where the split blocks are no cluster: a thread adds up an item of Y [M, N]
+    // in the order of K, which is that of the ranks.
     static __device__ __forceinline__ void add_splits(const HalfParams& p) {
         const u32 fours = p.n / 4, items = p.m * fours, i = blockIdx.x * blockDim.x + threadIdx.x;
         grid_wait();
@@ -54,7 +71,7 @@ struct HalfFinish {
     }
 
   private:
-    // The teams' sums of item i: four columns of a token.
+    // Item i of the block's sum: the teams' sums in the order of K.
     static __device__ __forceinline__ float4 block_sum(const u8* shared, int i) {
         const float4* sums = reinterpret_cast<const float4*>(shared) + i / S::kFours * (S::kStride / 4) + i % S::kFours;
         float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -63,6 +80,7 @@ struct HalfFinish {
         return total;
     }
 
+    // Stores item i of the tile at token m and column n, unless it lies beyond N.
     static __device__ __forceinline__ void store(const HalfParams& p, const float4& total, int m, int n, int i) {
         if (n + i % S::kFours * 4 < p.n) store(p, total, m + i / S::kFours, n + i % S::kFours * 4);
     }
@@ -71,6 +89,8 @@ struct HalfFinish {
         total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
     }
 
+    // Y of token m, columns n to n + 3: total * scale + bias, where groups have been scaled
+    // already.
     static __device__ __forceinline__ void store(const HalfParams& p, const float4& total, int m, int n) {
         float y[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll

@@ -1,20 +1,35 @@
-// The copies from global memory into a team's ring: two sources with the same calls.
+// The copies from global memory into the stages of a team's ring, step after step: by cp.async
+// (AsyncSource) or by Hopper's bulk copies (BulkSource). All threads of the team have one, and call
+//   Source(p, m, n, step, t)      for the tile at token m and column n, from `step` on; t is the
+//                                 thread's number in its team;
+//   load(stage, side, bar, last)  to start the copies of the next step: tokens and codes to
+//                                 `stage`, metadata to `side`, and if `last` (of the steps of a
+//                                 group) its scales after the metadata; `bar` is the stage's
+//                                 mbarrier;
+//   skip()                        instead of load when no step is left;
+//   wait(bar, parity)             until the oldest stage that is under way has arrived.
+// AsyncSource does not use the mbarriers, BulkSource counts its bytes on them.
 #pragma once
 #include "mma/half_shape.cuh"
 
-// What one thread copies into each stage of its team, step after step. Tokens beyond M and columns beyond N stay what
-// they were: their sums are not stored.
+// Every thread of the team copies the same 16-byte chunks of each step by cp.async. Where there are
+// tokens beyond M or columns beyond N nothing is copied, and the stage keeps what it held: the sums
+// of these are not stored.
 template <class S>
 struct AsyncSource {
-    const u8 *codes, *metadata, *scales, *tokens;
-    u64 code_row, metadata_row, scale_row, token_rows;  // bytes between the rows that this thread copies from
-    u32 code_at, token_at;
+    const u8 *codes, *metadata, *scales, *tokens;  // what this thread copies next
+    // Bytes from a row of tiles to the next, from a group's scales to the next, and between the
+    // tokens that this thread copies.
+    u64 code_row, metadata_row, scale_row, token_rows;
+    u32 code_at, token_at;  // where its first chunks go in a stage
     int thread, valid_tokens;
     bool valid_codes, valid_metadata, valid_scales;
 
-    static constexpr int kChunks = 32 * S::kColumnWarps;                                  // 16-byte chunks of a row of codes
+    // 16-byte chunks of the block's columns in a row of codes, a row of metadata and a group's
+    // scales, and of a token.
+    static constexpr int kChunks = 32 * S::kColumnWarps;
     static constexpr int kMetadataChunks = 16 * S::kColumnWarps, kScaleChunks = S::kColumns * S::kScaleBytes / 16;
-    static constexpr int kPieces = S::kTokenBytes / 16;                                   // of a token
+    static constexpr int kPieces = S::kTokenBytes / 16;
     static constexpr int kTokensAtOnce = S::kTeamThreads / kPieces;
 
     __device__ __forceinline__ AsyncSource(const HalfParams& p, int m, int n, int step, int t) : thread(t) {
@@ -37,11 +52,13 @@ struct AsyncSource {
         const int token = t / kPieces, piece = t % kPieces;
         token_rows = static_cast<u64>(p.k) * (2 * kTokensAtOnce);
         tokens = p.x + (static_cast<u64>(m + token) * p.k + step * S::kStep) * 2 + piece * 16;
+        // Swizzled over 128 bytes, as TMA does it.
         token_at = token * S::kTokenBytes + (piece ^ token % 8) * 16;
         valid_tokens = p.m - m - token;
     }
 
-    // Starts the copies of one step; `last` of its group brings the scales.
+    // A thread copies the same piece of every kTokensAtOnce-th token. This is a multiple of 4, so
+    // i % 8 is 0 or 4, and adding 4 modulo 8 flips one bit: (token + i) % 8 = token % 8 ^ i % 8.
     __device__ __forceinline__ void load(u32 stage, u32 side, u32, bool last) {
 #pragma unroll
         for (int r = 0; r < S::kRows; r += S::kTokenWarps)
@@ -61,11 +78,14 @@ struct AsyncSource {
         tokens += S::kTokenBytes;
         async_commit();
     }
-    // Where there is nothing to copy any more, so that the groups keep their count.
+    // An empty group of copies, so that wait() can count groups to the end.
     static __device__ __forceinline__ void skip() { async_commit(); }
+    // kStages - 1 groups are under way when a step is waited for: all but the kStages - 2 latest
+    // must have arrived.
     static __device__ __forceinline__ void wait(u32, u32) { async_wait<S::kStages - 2>(); }
 
-    // kCount rows of kChunks chunks, some of them in each thread.
+    // Copies this thread's chunks of kCount rows of kRowChunks chunks each, from rows that are
+    // row_bytes apart to shared memory without gaps.
     template <int kCount, int kRowChunks>
     __device__ __forceinline__ void copy_rows(u32 to, const u8* from, u64 row_bytes, bool valid) const {
         constexpr int kRowsAtOnce = S::kTeamThreads / kRowChunks > 0 ? S::kTeamThreads / kRowChunks : 1;
@@ -77,12 +97,13 @@ struct AsyncSource {
     }
 };
 
-// The same by one thread of the team's first warp, as boxes. Beyond M and N they are zeros.
+// One thread of the team's first warp copies each step as boxes of the tensors (TMA); what lies
+// beyond M or N arrives as zeros.
 template <class S>
 struct BulkSource {
     const HalfParams& p;
     int m, n, step;
-    bool issues;
+    bool issues;  // this is the team's first warp
 
     __device__ __forceinline__ BulkSource(const HalfParams& p, int m, int n, int step, int t)
         : p(p), m(m), n(n), step(step), issues(uniform(t / 32) == 0) {
@@ -93,7 +114,9 @@ struct BulkSource {
             if constexpr (S::kGroup != 0) prefetch_map(&p.scale_map);
         }
     }
-    // The first codes into L2 while the previous kernel of the stream drains; more than one step costs (measured).
+    // Brings the first step's codes into L2 while the kernel ahead in the stream ends; it is called
+    // before grid_wait, which codes permit (ptx.cuh). More than one step makes the whole slower
+    // (measured).
     __device__ __forceinline__ void prefetch() const {
         if (issues && elect_one()) tensor_prefetch_l2(&p.codes_map, n, step * S::kRows);
     }

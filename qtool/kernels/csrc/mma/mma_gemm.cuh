@@ -1,15 +1,30 @@
-// The GEMM of this project on Ampere and Ada: Y^T = W X^T by mma.sync, integers in int32.
+// The integer GEMM by mma.sync: Y^T = W X^T with sums in int32, or in float if groups of
+// inputs have scales. It was made for Ampere and Ada, and runs on newer GPUs too.
 //
-// A warp owns 32 output channels and kWarpTokens tokens. Stages of 128 input channels pass through a ring in shared
-// memory by cp.async; Operand says what a stage holds and multiplies it, fragments straight from the packed layout.
+// A block multiplies tiles of kRows output channels by kTokens tokens; mma_work.cuh says which, and
+// which input channels of each. Its warps form kTokenWarps x kRowWarps: each owns 32 rows and
+// kWarpTokens tokens of the tile, and multiplies all of the block's input channels. Steps of 128
+// input channels pass through a ring of kStages stages in shared memory, filled by cp.async.
+// Operand (mma_w4a8.cuh, mma_s4.cuh) says what a stage holds, loads it, and multiplies it with
+// fragments that it reads straight from the packed layout.
 //
-// Legend: a *row* is an output channel n; a *step* 128 input channels; a warp's sums are [2][tokens / 8][4]: rows
-// 16 i + q, + 8 (q = lane / 4) of tokens 2 (lane % 4) and the next, in the order (row, token) 00 01 10 11.
+// The tiles of the first kRows rows come first, one for each kTokens tokens; then those of the next
+// rows.
+//
+// Legend: M tokens, N output channels, K input channels; a *row* is an output channel n, as the
+// weight is mma's left operand; a *step* is 128 input channels, a *stage* the part of the ring that
+// holds one; a *block of tokens* is 8. With c = lane / 4 and q = lane % 4 a lane has the sums
+// [i][j][r] of rows 16 i + c (r = 0, 1) and 16 i + c + 8 (r = 2, 3) of its warp, for the tokens
+// 8 j + 2 q (r even) and 8 j + 2 q + 1 (r odd).
 #pragma once
 #include "common/convert.cuh"
 #include "mma/mma_ptx.cuh"
 #include "mma/mma_work.cuh"
 
+// Operand gives: Sum, the type of the sums; kStageBytes; kMixed (some steps have tokens of 8 bits);
+// kScaled (its sums are floats, scaled already); kZero (the zero point of a row, zero1, times the
+// sum of a token's codes is subtracted); load, the copies of a step; multiply, its products. kOut:
+// enum Kind of Y.
 template <class Operand, int kOut, int kRowWarps, int kTokenWarps, int kWarpTokens, int kStages>
 struct MmaGemm {
     static constexpr int kThreads = 32 * kRowWarps * kTokenWarps;
@@ -17,16 +32,20 @@ struct MmaGemm {
     using Sum = typename Operand::Sum;
     using Sums = Sum[2][kBlocks][4];
 
-    // The epilogue stages some of the tokens at a time where the ring was.
+    // The epilogue writes the output through shared memory, where the ring was, kChunk blocks of
+    // tokens of each warp at a time. An output has kItem bytes, a token there kPitch; the 16 bytes
+    // between tokens spread the banks.
     static constexpr bool kWide = kOut == kFloat32 || kOut == kInt32;
     static constexpr int kItem = kWide ? 4 : 2, kPitch = kRows * kItem + 16;
-    static constexpr int kChunk = kBlocks < 4 ? kBlocks : 4;  // blocks of 8 tokens of each warp
+    static constexpr int kChunk = kBlocks < 4 ? kBlocks : 4;
     static constexpr int kStagingBytes = 8 * kChunk * kTokenWarps * kPitch;
     static constexpr int kRingBytes = kStages * Operand::kStageBytes;
     static constexpr int kMaskAt = kRingBytes > kStagingBytes ? kRingBytes : kStagingBytes;
     static constexpr int kSharedBytes = kMaskAt + 4 * StreamK<Operand::kMixed>::kMaskWords;
     static_assert(kSharedBytes <= SHARED_BYTES, "the host reserved too little shared memory");
 
+    // The whole kernel. The share of the block is [first, last); its tiles are taken from the last
+    // to the first.
     static __device__ __forceinline__ void run(const MmaParams& p) {
         grid_wait();
         grid_release();
@@ -38,7 +57,7 @@ struct MmaGemm {
             const int from = tile == first.tile ? first.step : 0, to = tile == last.tile ? last.step : work.steps;
             Sums sums = {};
             multiply(p, work, shared, sums, tile, from, to);
-            if (to < work.steps) {
+            if (to < work.steps) {  // only of the last tile: another block has the end of it
                 lend(p, sums);
             } else {
                 if (from > 0) collect(p, work, sums, tile);
@@ -48,9 +67,14 @@ struct MmaGemm {
     }
 
   private:
+    // The first token and the first row of a tile.
     static __device__ __forceinline__ int token_of(const MmaParams& p, int tile) { return tile % p.token_tiles * kTokens; }
     static __device__ __forceinline__ int row_of(const MmaParams& p, int tile) { return tile / p.token_tiles * kRows; }
 
+    // Adds the products of steps [from, to) of a tile to `sums`. kStages - 1 steps are under way
+    // ahead of the one that is multiplied. A fetch beyond `to` copies nothing but still closes a
+    // group of copies, so that "all but the kStages - 2 latest groups" is the step at hand at the
+    // end of the loop as well.
     static __device__ __forceinline__ void multiply(const MmaParams& p, const StreamK<Operand::kMixed>& work, u8* shared,
                                                     Sums& sums, int tile, int from, int to) {
         const u32 ring = smem_address(shared);
@@ -63,18 +87,26 @@ struct MmaGemm {
         for (int i = 0; i < kStages - 1; ++i) fetch(from + i);
         for (int step = from; step < to; ++step) {
             async_wait<kStages - 2>();
-            __syncthreads();  // everyone's copies have arrived, and everyone has left the slot that is filled next
+            // All threads' copies of this step have arrived, and all warps have left the stage that
+            // is filled next, which held the step before.
+            __syncthreads();
             fetch(step + kStages - 1);
             Operand::multiply(sums, ring + (step - from) % kStages * Operand::kStageBytes, work.eight_bit(step));
         }
+        // The epilogue and the next tile reuse the ring.
         async_wait<0>();
         __syncthreads();
     }
 
-    // Sums that another block finishes go through global memory, in the order of registers and threads.
+    // Where a block leaves the sums of a tile that another block stores: [register][thread] in
+    // global memory, so that a warp writes and reads 128 bytes at once. Returns this thread's
+    // first.
     static __device__ __forceinline__ u32* lent(const MmaParams& p, int block) {
         return p.partial + static_cast<u64>(block) * 8 * kBlocks * kThreads + threadIdx.x;
     }
+    // Leaves the sums there, then sets the block's flag: each thread's fence makes its own sums
+    // visible to all blocks, the barrier collects the threads, and the flag is released by one of
+    // them.
     static __device__ __forceinline__ void lend(const MmaParams& p, const Sums& sums) {
         u32* to = lent(p, blockIdx.x);
         const u32* from = reinterpret_cast<const u32*>(sums);
@@ -84,8 +116,10 @@ struct MmaGemm {
         __syncthreads();
         if (threadIdx.x == 0) release(p.ready + blockIdx.x);
     }
-    // The sums of the blocks that have a tile's first steps, added to this one's, always in the same order: the same
-    // inputs give the same floats.
+    // Adds the sums of the blocks that have the tile's first steps: `first` to the one before this.
+    // They are always added in the order of the blocks, so that the same inputs give the same
+    // floats. The threads wait for the flags in parallel, and the barrier passes on what each of
+    // them has seen. The loads are from L2 (__ldcg), since L1 could hold older bytes.
     static __device__ __forceinline__ void collect(const MmaParams& p, const StreamK<Operand::kMixed>& work, Sums& sums, int tile) {
         int first = blockIdx.x - 1;
         while (Place{tile, 0} < work.begin(first)) --first;
@@ -101,7 +135,8 @@ struct MmaGemm {
         }
     }
 
-    // Per-row constants of a thread.
+    // Scale, bias and zero point of a lane's four rows n, n + 8, n + 16, n + 24, as [16-row
+    // fragment][second row]. Rows beyond the weight get zeros; their sums are not stored.
     struct Rows {
         float scale[2][2], bias[2][2];
         int zero[2][2];
@@ -118,6 +153,8 @@ struct MmaGemm {
         }
     };
 
+    // Turns the sums of a tile into outputs and stores them. A lane's sums are of few rows of many
+    // tokens, but a row of Y is a token: through shared memory the stores become 16 bytes wide.
     static __device__ __forceinline__ void store(const MmaParams& p, u8* staging, const Sums& sums, int tile) {
         const int lane = threadIdx.x % 32, row_warp = threadIdx.x / 32 % kRowWarps, token_warp = threadIdx.x / 32 / kRowWarps;
         const int n = row_of(p, tile), m = token_of(p, tile), row = 32 * row_warp + lane / 4;
@@ -142,12 +179,14 @@ struct MmaGemm {
                     }
                 }
             }
-            __syncthreads();
+            __syncthreads();  // all warps have written their part
             copy_out(p, staging, n, m, base);
-            __syncthreads();
+            __syncthreads();  // it has been read, and may be overwritten
         }
     }
 
+    // One output: of an exact sum, (v - token_sum * zero) * sx * scale + bias, or the bits of the
+    // integer itself; of floats, which are scaled, v + bias.
     static __device__ __forceinline__ float finish(int v, float sx, int token_sum, float scale, int zero, float bias) {
         if constexpr (Operand::kZero) v -= token_sum * zero;
         if constexpr (kOut == kInt32) return __int_as_float(v);
@@ -157,11 +196,14 @@ struct MmaGemm {
         static_assert(kOut != kInt32, "groups have no bare sums");
         return v + bias;
     }
+    // Stores one output of kItem bytes to shared memory.
     static __device__ __forceinline__ void write(u8* to, float v) {
         if constexpr (kWide) *reinterpret_cast<float*>(to) = v;
         else *reinterpret_cast<u16*>(to) = static_cast<u16>(pack_pair<kOut>(v, 0.f));
     }
 
+    // Copies the staged blocks of tokens [base, base + kChunk) of each warp to Y, 16 bytes of a
+    // token's rows at a time: slot is the token in shared memory, piece the 16 bytes.
     static __device__ __forceinline__ void copy_out(const MmaParams& p, const u8* staging, int n, int m, int base) {
         constexpr int kPieces = kRows * kItem / 16, kPerWarp = 8 * kChunk;
         for (int i = threadIdx.x; i < kPerWarp * kTokenWarps * kPieces; i += kThreads) {

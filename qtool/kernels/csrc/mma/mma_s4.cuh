@@ -1,31 +1,54 @@
-// s4 weights (apex4 or w4ax-interleaved) by s4 tokens on the s4 tensor cores, blocks of s8 tokens on the s8 ones.
+// The operand of mma_gemm.cuh for s4 weights (layouts apex4 and w4ax-interleaved): by s4 tokens on
+// the s4 tensor cores, and by s8 tokens on the s8 ones in the steps of 128 inputs whose tokens have
+// 8 bits (W4Ax).
 //
-// Both layouts keep 32 inputs of an output channel in 16 bytes whose words are the fragments of m16n8k64: ldmatrix
-// delivers them. Tokens of 4 bits are packed in the layout's order of inputs (a sum does not see an order that both
-// share), 128 of them in 64 bytes. Where a block's tokens have 8 bits (COMET, w4ax-interleaved), the same words become s8
-// by zero extension, 16 times too large (section 4.3), and 1 / 16 goes into the scale, exactly: low nibbles are the first
-// 16 inputs of an instruction, high ones the last, and the tokens lie in that order (qtool/kernels/activation/arrangement.py).
+// Both layouts keep 32 inputs of an output channel in 16 bytes. ldmatrix gives lane 4 c + q of such
+// 16 bytes of row c the word q, which is its register of an m16n8k64 fragment. In which order a
+// layout has the 32 inputs does not matter: s4 tokens are packed in the same order
+// (qtool/kernels/activation/quantize_packed_groups.py), and a sum over K does not change by a
+// permutation that weight and tokens share. 128 inputs of a token are 64 bytes.
 //
-// A group's sums start from the bits of 2^23 + 2^22, so that they are floats to begin with: below 2^22 in magnitude
-// (128 * 127 * 128 = 2.1e6), an int32 added to those bits is the same added to the number.
+// For s8 tokens the same words become registers of m16n8k32 (COMET section 4.3): w << 4 and w,
+// each & 0xF0F0F0F0, are the low and the high nibbles as s8, 16 times too large. The factor 1 / 16
+// goes into the scale, exactly. The low nibbles are the first 16 inputs of the instruction, the
+// high ones the last 16, and the tokens' codes come in that order
+// (qtool/kernels/activation/arrangement.py).
+//
+// If groups of inputs have scales, the int32 sum of each becomes a float and is scaled in the main
+// loop (promote). This needs no conversion: a group's sums start from the bits of the float
+// 2^23 + 2^22 instead of 0. From 2^23 to 2^24 floats are 1 apart, so adding an integer below 2^22
+// in magnitude to the bits adds it to the float. The sums of 128 inputs are at most
+// 128 * 128 * 128 = 2^21.
+//
+// Legend: c = lane / 4, q = lane % 4; a *vector* is 16 bytes, 32 inputs of a row or of a token.
 #pragma once
 #include "mma/mma_gemm.cuh"
 #include "common/operands.cuh"
 
-// kGroup: 0 is the whole channel. kScale: the kind of the group scales.
+// kLayout: enum Layout. kGroup: inputs that share a scale; 0 if each channel has one. kScale: the
+// kind of the weight's group scales. kMixedTokens: some steps have s8 tokens; kGroup is 128 or 0
+// then. The others: as of MmaGemm.
 template <int kLayout, int kGroup, int kScale, bool kMixedTokens, int kRowWarps, int kTokenWarps, int kWarpTokens>
 struct MmaS4 {
     static constexpr bool kMixed = kMixedTokens, kScaled = kGroup > 0, kZero = false;
     using Sum = typename SumOf<kScaled>::Type;
     static constexpr int kThreads = 32 * kRowWarps * kTokenWarps, kRows = 32 * kRowWarps, kTokens = kTokenWarps * kWarpTokens;
-    static constexpr int kGroups = !kScaled ? 0 : kGroup < 128 ? 128 / kGroup : 1;  // of a row in a stage
+    // The groups whose scales a stage holds, for each row and token.
+    static constexpr int kGroups = !kScaled ? 0 : kGroup < 128 ? 128 / kGroup : 1;
     static constexpr int kScaleBytes = kScale == kFloat32 ? 4 : 2;
+    // A stage: tokens, 64 bytes each (swizzled_64) if s4 and 128 (swizzled_128) if s8;
+    // the codes of each row, 64 bytes (swizzled_64); the scales of the rows and those of the
+    // tokens, [groups][rows] and [groups][tokens].
     static constexpr int kCodesAt = kTokens * (kMixed ? 128 : 64), kScalesAt = kCodesAt + kRows * 64;
     static constexpr int kTokenScalesAt = kScalesAt + kGroups * kRows * kScaleBytes;
     static constexpr int kStageBytes = kTokenScalesAt + kGroups * kTokens * 4;
     static constexpr int kMagic = 0x4B400000;  // the bits of 1.5 * 2^23
 
-    // Beyond the weight and the tokens there are zeros; scales are then another group's, finite.
+    // Starts the copies of a step for the tile whose first row and token are n and m. What lies
+    // beyond N, M or K arrives as zeros. Scales beyond the last group are those of the last group:
+    // any finite scale will do, as the codes are zeros. apex4 has the vectors of all rows side by
+    // side for each 32 inputs, w4ax-interleaved the vectors of a row: neighbouring threads copy
+    // neighbouring vectors of either.
     static __device__ __forceinline__ void load(const MmaParams& p, u32 stage, int n, int m, int step, bool eight_bit) {
         const int vectors = p.k / 32;
 #pragma unroll
@@ -70,9 +93,12 @@ struct MmaS4 {
         }
     }
 
-    // This warp's words of a stage: [fragment][k64 instruction][register].
+    // A lane's words of a stage: [16-row fragment][64 inputs][register]. Registers 0 and 1 are rows
+    // c and c + 8 of the first 32 inputs, 2 and 3 of the last 32.
     using Words = u32[2][2][4];
 
+    // Adds the products of the stage to this warp's sums. `eight_bit`: the tokens of this step are
+    // s8.
     static __device__ __forceinline__ void multiply(Sum (&sums)[2][kWarpTokens / 8][4], u32 stage, bool eight_bit) {
         const int lane = threadIdx.x % 32, row_warp = threadIdx.x / 32 % kRowWarps, token_warp = threadIdx.x / 32 / kRowWarps;
         Words words;
@@ -87,6 +113,10 @@ struct MmaS4 {
     }
 
   private:
+    // `token`: the row whose address this lane gives ldmatrix for the first block of tokens.
+    // `scales`, `token_scales`: the addresses of this lane's first scale of rows and of tokens. A
+    // token's 128 inputs are the four vectors of one ldmatrix: b[i] is this lane's register of the
+    // i-th.
     static __device__ __forceinline__ void by_s4(Sum (&sums)[2][kWarpTokens / 8][4], const Words& words, u32 stage, int token,
                                                  u32 scales, u32 token_scales) {
         const int lane = threadIdx.x % 32;
@@ -105,7 +135,7 @@ struct MmaS4 {
 #pragma unroll
                     for (int g = 0; g < kGroups; ++g) {
                         int d[4] = {kMagic, kMagic, kMagic, kMagic};
-                        if constexpr (kGroup == 32) {
+                        if constexpr (kGroup == 32) {  // group g is one vector
                             mma_s4_k32(d, words[i][g / 2] + g % 2 * 2, b + g);
                         } else {
 #pragma unroll
@@ -118,6 +148,7 @@ struct MmaS4 {
         }
     }
 
+    // The same for s8 tokens: 128 bytes a token, eight pieces of 16 inputs in two ldmatrix.
     static __device__ __forceinline__ void by_s8(Sum (&sums)[2][kWarpTokens / 8][4], const Words& words, u32 stage, int token,
                                                  u32 scales, u32 token_scales) {
         const int lane = threadIdx.x % 32;
@@ -148,6 +179,7 @@ struct MmaS4 {
                 if constexpr (kScaled) {
                     promote(sums[i][j], d, sw[0] + 2 * i, token_scales + 32 * j);
                 } else {
+                    // Exact, since d is 16 times the sum.
 #pragma unroll
                     for (int r = 0; r < 4; ++r) sums[i][j][r] += d[r] >> 4;
                 }
@@ -155,7 +187,8 @@ struct MmaS4 {
         }
     }
 
-    // Of rows q, q + 8, q + 16, q + 24, for each group of the stage.
+    // The scales of rows c, c + 8, c + 16 and c + 24, times `factor`, for each of kCount groups of
+    // the stage.
     template <int kCount>
     static __device__ __forceinline__ void read_scales(float (&sw)[kCount][4], u32 at, float factor) {
         if constexpr (kScaled) {
@@ -174,6 +207,8 @@ struct MmaS4 {
         }
     }
 
+    // total += sum * sx * sw for the sums of one group, a 16-row fragment and a block of tokens. d
+    // holds the bits of 1.5 * 2^23 plus the sum. `sw`: the scales of rows c and c + 8.
     static __device__ __forceinline__ void promote(Sum (&total)[4], const int (&d)[4], const float* sw, u32 token_scales) {
         const float2 sx = load_floats(token_scales);
 #pragma unroll

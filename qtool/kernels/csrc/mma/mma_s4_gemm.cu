@@ -1,4 +1,5 @@
-// Y = X W^T for s4 weights by s4, or by s4 and s8, tokens. The host defines the upper-case names (qtool/kernels/mma/gemm.py).
+// Y = X W^T for s4 weights by s4 tokens, or by tokens of which some blocks of 128 inputs are s8.
+// The host defines the upper-case names (qtool/kernels/mma/w4ax.py, qtool/kernels/mma/gemm.py).
 #include "mma/mma_s4.cuh"
 
 using Operand = MmaS4<LAYOUT, GROUP, SCALE, MIXED, ROW_WARPS, TOKEN_WARPS, WARP_TOKENS>;

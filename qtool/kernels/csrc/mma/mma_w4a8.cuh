@@ -1,25 +1,47 @@
-// 4-bit weights in the compute-aware layout by s8 tokens: one 16-byte load brings a lane both fragments of 32 rows.
+// The operand of mma_gemm.cuh for W4A8: 4-bit weights in the compute-aware layout
+// (qtool/layouts/compute_aware.py) by s8 tokens.
 //
-// Four codes of a word at once, one IMAD and one XOR: `(codes * s + c) ^ 0x80` (LiquidGEMM eq. 12), c = 128 + lo. QoQ's
-// subtraction after multiplication (QServe section 4.2.2, figure 10b) is the same with c = 128 - z s: its invariant
-// says that every byte of the sum lies in 0..255, so that no borrow reaches the next byte although c may be negative.
-// QServe's own vadd4 takes five instructions in the XOR's place: 6 to 10 % of the whole GEMM on an H200.
-// Per channel the codes are multiplied as they are.
+// A tile of the layout is 32 rows x 32 inputs in 512 bytes, of which a lane has 16: one load brings
+// it the codes of both of its m16n8k32 fragments. The low nibbles of word r are register r of rows
+// 0 to 15, the high nibbles that of rows 16 to 31.
+//
+// With two levels of scales, a code q becomes the s8 weight q s + lo (LiquidQuant) or (q - z) s
+// (QoQ), where s and lo or z belong to the row and the group of inputs. This takes one IMAD and one
+// XOR for the four codes of a word:
+//     (codes * s + c * 0x01010101) ^ 0x80808080        (LiquidGEMM eq. 12)
+// where c = 128 + lo, or c = 128 - z s for QoQ's subtraction after multiplication (QServe section
+// 4.2.2, figure 10b). Each byte of the sum is its weight plus 128, which lies in 0..255 because the
+// weight is an s8. So no carry or borrow goes from byte to byte, although c may be negative, and
+// the word is right modulo 2^32. The XOR subtracts 128 from each byte: with its highest bit
+// flipped, v + 128 is v in two's complement. QServe's own vadd4 takes five instructions in the
+// XOR's place: 6 to 10 % of the whole GEMM on an H200.
+//
+// With scales per channel alone (QoQ), the codes 0..15 are multiplied as they are, and the epilogue
+// subtracts the zero point times the sum of the token's codes.
+//
+// Legend: l = lane / 4 (the first row of a lane in 32), c of Level2 the constant above.
 #pragma once
 #include "mma/mma_gemm.cuh"
 #include "common/operands.cuh"
 
+// kScheme: enum Scheme. kGroup: inputs that share level-2 parameters, 32, 64 or 128. The others: as
+// of MmaGemm.
 template <int kScheme, int kGroup, int kRowWarps, int kTokenWarps, int kWarpTokens>
 struct MmaW4A8 {
     using Sum = int;
     static constexpr bool kMixed = false, kScaled = false, kZero = kScheme == kQoqChannel, kTwoLevels = !kZero;
     static constexpr int kThreads = 32 * kRowWarps * kTokenWarps, kRows = 32 * kRowWarps, kTokens = kTokenWarps * kWarpTokens;
+    // A stage: 128 bytes of each token, swizzled (swizzled_128); the codes of 32 rows after
+    // another, four tiles each; then the scales and the offsets, [groups][rows] bytes each.
     static constexpr int kTile = 512;  // bytes of 32 rows x 32 columns
     static constexpr int kCodesAt = kTokens * 128, kLevel2At = kCodesAt + kRows * 64;
     static constexpr int kGroups = kTwoLevels ? 128 / kGroup : 0;  // of a row in a stage
     static constexpr int kStageBytes = kLevel2At + 2 * kGroups * kRows;
 
-    // Beyond the weight and the tokens there are zeros; level 2 is then any group's, for its products are zero.
+    // Starts the copies of a step for the tile whose first row and token are n and m. Codes and
+    // tokens beyond N, M or K arrive as zeros. Parameters beyond the last group are those of the
+    // last group: their products are zero, since the tokens are zeros there. A strip is 32 rows,
+    // whose tiles for all of K lie one after another.
     static __device__ __forceinline__ void load(const MmaParams& p, u32 stage, int n, int m, int step, bool) {
         const int columns = p.k / 32;  // tiles of a strip of 32 rows
 #pragma unroll 2
@@ -47,9 +69,13 @@ struct MmaW4A8 {
         }
     }
 
-    // Scales and constants of a lane's rows l, l + 8, l + 16, l + 24.
+    // s and c * 0x01010101 of a lane's rows l, l + 8, l + 16, l + 24 for one group.
     struct Level2 {
         u32 s[4], c[4];
+        // `at`: the four bytes of these rows' scales in shared memory, adjacent in this order in
+        // the layout; their offsets lie kGroups * kRows bytes further. __byte_perm(w, 0,
+        // 0x4440 + i) is byte i of w, zero-extended (4 selects a byte of the 0); 0x1111 * i repeats
+        // it in all four bytes.
         __device__ __forceinline__ void read(u32 at) {
             const u32 scales = load_word(at), offsets = load_word(at + kGroups * kRows);
 #pragma unroll
@@ -59,9 +85,11 @@ struct MmaW4A8 {
                 else c[i] = (128 - s[i] * __byte_perm(offsets, 0, 0x4440 + i)) * 0x01010101u;
             }
         }
+        // Four s8 weights of the i-th of these rows.
         __device__ __forceinline__ u32 apply(u32 codes, int i) const { return (codes * s[i] + c[i]) ^ 0x80808080u; }
     };
 
+    // Adds the products of the stage to this warp's sums, 32 inputs (u) at a time.
     static __device__ __forceinline__ void multiply(int (&sums)[2][kWarpTokens / 8][4], u32 stage, bool) {
         const int lane = threadIdx.x % 32, row_warp = threadIdx.x / 32 % kRowWarps, token_warp = threadIdx.x / 32 / kRowWarps;
         [[maybe_unused]] Level2 level2;
@@ -71,6 +99,7 @@ struct MmaW4A8 {
                 level2.read(stage + kLevel2At + u * 32 / kGroup * kRows + 32 * row_warp + lane / 4 * 4);
             const uint4 packed = load_vector(stage + kCodesAt + (row_warp * 4 + u) * kTile + lane * 16);
             const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
+            // [16-row fragment][register]. Registers 0, 2 are row l of the 16, 1 and 3 row l + 8.
             u32 a[2][4];
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
@@ -80,7 +109,9 @@ struct MmaW4A8 {
             }
 #pragma unroll
             for (int j = 0; j < kWarpTokens / 8; j += 2) {
-                u32 b[4];  // of two blocks of tokens: columns 0-15 and 16-31
+                // Two blocks of tokens: b[0], b[1] are inputs 0-15 and 16-31 of the first, b[2],
+                // b[3] of the second.
+                u32 b[4];
                 const int token = token_warp * kWarpTokens + 8 * j + lane % 8 + lane / 16 * 8;
                 load_matrices(b, stage + swizzled_128(token, 2 * u + lane / 8 % 2));
 #pragma unroll

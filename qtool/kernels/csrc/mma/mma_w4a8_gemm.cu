@@ -1,4 +1,5 @@
-// Y = X W^T for the W4A8 schemes in the compute-aware layout. The host defines the upper-case names (qtool/kernels/mma/gemm.py).
+// Y = X W^T for the W4A8 schemes in the compute-aware layout. The host defines the upper-case names
+// (qtool/kernels/mma/w4a8.py, qtool/kernels/mma/gemm.py).
 #include "mma/mma_w4a8.cuh"
 
 using Operand = MmaW4A8<SCHEME, GROUP, ROW_WARPS, TOKEN_WARPS, WARP_TOKENS>;

@@ -1,4 +1,5 @@
-// Y = X W^T for 2:4 sparse 4-bit weights in the marlin-24 layout. The host defines the upper-case names (qtool/kernels/mma/half_gemm.py).
+// Y = X W^T for 2:4 sparse 4-bit weights in the marlin-24 layout and 16-bit tokens. The host
+// defines the upper-case names (qtool/kernels/mma/half_gemm.py).
 #include "mma/half_gemm.cuh"
 
 using Shape = HalfShape<Marlin24<KIND>, KIND, SCALE, OUT, GROUP, TOKENS, TOKEN_WARPS, COLUMN_WARPS, TEAMS, SPLIT, STAGES, HOPPER>;
@@ -11,6 +12,8 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, BLOCKS_PER_SM)
     HalfGemm<Shape>::run(p);
 }
 
+// The second pass, launched after the kernel above if several blocks share the sum over K and are
+// no cluster.
 #if !HOPPER && SPLIT > 1
 extern "C" __global__ void __launch_bounds__(256) qtool_add_splits(const __grid_constant__ HalfParams p) {
     HalfFinish<Shape>::add_splits(p);
