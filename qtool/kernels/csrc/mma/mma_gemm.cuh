@@ -58,9 +58,9 @@ struct MmaGemm {
             Sums sums = {};
             multiply(p, work, shared, sums, tile, from, to);
             if (to < work.steps) {  // only of the last tile: another block has the end of it
-                lend(p, sums);
+                write_partial(p, sums);
             } else {
-                if (from > 0) collect(p, work, sums, tile);
+                if (from > 0) add_partials(p, work, sums, tile);
                 store(p, shared, sums, tile);
             }
         }
@@ -101,14 +101,14 @@ struct MmaGemm {
     // Where a block leaves the sums of a tile that another block stores: [register][thread] in
     // global memory, so that a warp writes and reads 128 bytes at once. Returns this thread's
     // first.
-    static __device__ __forceinline__ u32* lent(const MmaParams& p, int block) {
+    static __device__ __forceinline__ u32* partial_of(const MmaParams& p, int block) {
         return p.partial + static_cast<u64>(block) * 8 * kBlocks * kThreads + threadIdx.x;
     }
     // Leaves the sums there, then sets the block's flag: each thread's fence makes its own sums
     // visible to all blocks, the barrier collects the threads, and the flag is released by one of
     // them.
-    static __device__ __forceinline__ void lend(const MmaParams& p, const Sums& sums) {
-        u32* to = lent(p, blockIdx.x);
+    static __device__ __forceinline__ void write_partial(const MmaParams& p, const Sums& sums) {
+        u32* to = partial_of(p, blockIdx.x);
         const u32* from = reinterpret_cast<const u32*>(sums);
 #pragma unroll
         for (int i = 0; i < 8 * kBlocks; ++i) to[i * kThreads] = from[i];
@@ -120,7 +120,7 @@ struct MmaGemm {
     // They are always added in the order of the blocks, so that the same inputs give the same
     // floats. The threads wait for the flags in parallel, and the barrier passes on what each of
     // them has seen. The loads are from L2 (__ldcg), since L1 could hold older bytes.
-    static __device__ __forceinline__ void collect(const MmaParams& p, const StreamK<Operand::kMixed>& work, Sums& sums, int tile) {
+    static __device__ __forceinline__ void add_partials(const MmaParams& p, const StreamK<Operand::kMixed>& work, Sums& sums, int tile) {
         int first = blockIdx.x - 1;
         while (Place{tile, 0} < work.begin(first)) --first;
         for (int block = first + threadIdx.x; block < blockIdx.x; block += kThreads)
@@ -129,7 +129,7 @@ struct MmaGemm {
         Sum* own = reinterpret_cast<Sum*>(sums);
         for (int block = first; block < blockIdx.x; ++block) {
             if (!(work.begin(block) < work.begin(block + 1))) continue;
-            const Sum* from = reinterpret_cast<const Sum*>(lent(p, block));
+            const Sum* from = reinterpret_cast<const Sum*>(partial_of(p, block));
 #pragma unroll
             for (int i = 0; i < 8 * kBlocks; ++i) own[i] += __ldcg(from + i * kThreads);
         }
