@@ -1,5 +1,6 @@
-// The kernel of a source that has defined `Weights`, its weight operand. The host defines the upper-case names
-// (qtool/kernels/hopper/gemm.py); EXPERTS if the weight holds those of a mixture's experts, one after another.
+// The kernel of a source that has defined `Weights`, its weight operand. The host defines the
+// upper-case names (qtool/kernels/hopper/gemm.py); EXPERTS if the weight holds those of a mixture's
+// experts, one after another.
 #pragma once
 #include "hopper/gemm.cuh"
 

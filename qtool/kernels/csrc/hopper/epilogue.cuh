@@ -1,5 +1,6 @@
-// Accumulators of Y^T -> scaled, biased rows of Y, through shared memory so that stores are 16 bytes wide. Sums of whole
-// channels are scaled here; the float totals of scaled groups only get the bias.
+// Accumulators of Y^T -> scaled, biased rows of Y, through shared memory so that stores are 16
+// bytes wide. Sums of whole channels are scaled here; the float totals of scaled groups only get
+// the bias.
 //
 // A thread holds, for each block of 8 tokens, rows q and q + 8 (q = 16 warp + lane / 4) of tokens
 // 2 (lane % 4) and the next: v[0], v[1] are row q, v[2], v[3] row q + 8.
@@ -7,7 +8,9 @@
 #include "common/convert.cuh"
 #include "hopper/params.cuh"
 
-// Per-row constants of one thread, read before the main loop so that their latency hides under it, converted after it.
+// Scale, bias and zero point of a thread's two rows n and n + 8, read before the main loop so that
+// their latency hides under it, and converted after it. Without zero points `zero` is 128: what the
+// u8 weights of Weights4 are too large by.
 struct Rows {
     u32 scale[2], bias[2];
     int zero[2];
@@ -24,15 +27,18 @@ struct Rows {
     }
 };
 
-// A warpgroup's. Weights::kZero: from each sum, `rows.zero` times the sum of the token's codes is subtracted first. kTokens: of
-// a tile.
+// A warpgroup's. Weights::kZero: from each sum, `rows.zero` times the sum of the token's codes is
+// subtracted first. kTokens: of a tile.
 template <class Weights, int kOut, int kTokens>
 struct Epilogue {
     static constexpr bool kWide = kOut == kFloat32 || kOut == kInt32;
-    static constexpr int kItem = kWide ? 4 : 2, kPieces = 64 * kItem / 16;    // of 16 bytes in a token's 64 rows
-    static constexpr int kChunk = (kTokens >= 128 ? 32 : 16) / (kWide ? 2 : 1);  // tokens staged at a time
-    static constexpr int kStride = 64 * kItem + 16;                           // bytes of a staged token; the 16 spread the banks
-    static constexpr int kBuffer = kChunk * kStride, kBytes = 2 * kBuffer;    // one is written out while the other is filled
+    // An output has kItem bytes, the 64 rows of a token kPieces of 16 bytes. kChunk tokens are
+    // staged at a time, kStride bytes apart; the 16 bytes between tokens spread the banks. One of
+    // two buffers is written out while the other is filled.
+    static constexpr int kItem = kWide ? 4 : 2, kPieces = 64 * kItem / 16;
+    static constexpr int kChunk = (kTokens >= 128 ? 32 : 16) / (kWide ? 2 : 1);
+    static constexpr int kStride = 64 * kItem + 16;
+    static constexpr int kBuffer = kChunk * kStride, kBytes = 2 * kBuffer;
 
     const Params& p;
     u8* staging;
@@ -46,7 +52,8 @@ struct Epilogue {
     // Blocks of 8 tokens by 64 rows, from `first_token` of the tile at (m, n).
     template <int kBlocks, class Sum>
     __device__ __forceinline__ void store(const Sum (&acc)[4 * kBlocks], const Rows& rows, int m, int n, int first_token) {
-        constexpr int kStep = kBlocks < kChunk / 8 ? kBlocks : kChunk / 8, kPass = 128 / kPieces;  // blocks; tokens
+        // Blocks that are staged at a time, and tokens that the 128 threads write at once.
+        constexpr int kStep = kBlocks < kChunk / 8 ? kBlocks : kChunk / 8, kPass = 128 / kPieces;
         float scale[2], bias[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

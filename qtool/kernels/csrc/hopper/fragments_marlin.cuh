@@ -1,17 +1,22 @@
-// marlin and marlin-24 as wgmma's A operand: the place of a thread's weights in a stage, and the instruction that multiplies them.
+// marlin and marlin-24 as wgmma's A operand: the place of a thread's weights in a stage, and the
+// instruction that multiplies them.
 //
-// wgmma's 64 rows are mma's 16 rows for each of four warps: thread t has rows 16 (t / 32) + c and + 8 of 64. The operand of a 2:4
-// sparse wgmma is the kept half in the same place, and a register of positions, which two of four lanes hold.
+// wgmma's 64 rows are mma's 16 rows for each of four warps: thread t has rows 16 (t / 32) + c
+// and + 8 of 64. The operand of a 2:4 sparse wgmma is the kept half in the same place, and a
+// register of positions, which two of four lanes hold.
 //
-// Legend: c = t % 32 / 4, q = t % 4; a *line* holds the weights of 64 rows for one instruction: 512 bytes of codes.
+// Legend: c = t % 32 / 4, q = t % 4; a *line* holds the weights of 64 rows for one instruction: 512
+// bytes of codes.
 #pragma once
 #include "common/half_codes.cuh"
 
-// MARLIN: word j of a lane's 16 bytes is the fragment of rows 16 j + c, + 8 and of 16 inputs, so warp w takes word w. Four
-// lanes then share a bank, which costs as much as the 16-byte load of all four words would.
+// MARLIN: word j of a lane's 16 bytes is the fragment of rows 16 j + c, + 8 and of 16 inputs, so
+// warp w takes word w. Four lanes then share a bank, which costs as much as the 16-byte load of all
+// four words would.
 template <int kKind, int kTokens>
 struct Marlin {
-    static constexpr int kInputs = 16, kPair = 8;  // input channels of an instruction; registers of two
+    // Input channels of an instruction, and the registers of a pair of instructions.
+    static constexpr int kInputs = 16, kPair = 8;
     static constexpr int kPositionBytes = 0;       // of a line
     static constexpr int kNextScale = 1;           // from the scale of row c to that of c + 8
 
@@ -39,8 +44,9 @@ struct Marlin {
     }
 };
 
-// marlin-24: byte b of each half of word j of lane (c', q) is row 8 c' + 4 b + j. So the rows c and c + 8 of warp w are bytes
-// c / 4 of words c % 4 of the lanes (2 w, q) and (2 w + 1, q): two words, without bank conflicts, and one instruction.
+// marlin-24: byte b of each half of word j of the lane with c', q is row 8 c' + 4 b + j. So the
+// rows c and c + 8 of warp w are bytes c / 4 of words c % 4 of the lanes (2 w, q) and (2 w + 1, q):
+// two words, without bank conflicts, and one instruction.
 template <int kKind, int kTokens>
 struct Marlin24 {
     static constexpr int kInputs = 32, kPair = 9;  // the last are the positions of both
@@ -54,8 +60,8 @@ struct Marlin24 {
         return __byte_perm(at[0], at[16], t % 32 < 16 ? 0x6240 : 0x7351);
     }
 
-    // Positions of two lines: lanes 0 and 1 of four hold those of the first, 2 and 3 of the second, each of 16 inputs, row c low, row c + 8 high.
-    // A word has the positions of rows n and n + 4.
+    // Positions of two lines: lanes 0 and 1 of four hold those of the first, 2 and 3 of the second,
+    // each of 16 inputs, row c low, row c + 8 high. A word has the positions of rows n and n + 4.
     static __device__ __forceinline__ u32 positions(const u8* lines, int t) {
         const u8* line = lines + t % 4 / 2 * kPositionBytes;
         const u32* at = reinterpret_cast<const u32*>(line + t % 16 / 8 * 128 + t / 32 * 32 + t % 8 / 4 * 8 + t % 2 * 4);

@@ -1,31 +1,48 @@
-// The GEMM of this project on Hopper: Y^T = W X^T in s8 x s8 -> int32, exact, or in 16 bits x 16 bits -> float32.
+// The GEMM of this project on Hopper: Y^T = W X^T in s8 x s8 -> int32, exact, or in 16 bits x 16
+// bits -> float32.
 //
-// LiquidGEMM section 5: a block is a producer warpgroup and two consumer warpgroups. The producer keeps a
-// ring of stages (kPanels x 128 weight rows and kTokens tokens by a step of input channels) full by bulk copies. Each
-// consumer warpgroup owns 64 rows of a panel: it turns its weights into registers and multiplies them itself, so
-// that one's dequantization hides under the other's wgmma.
+// LiquidGEMM section 5: a block is a producer warpgroup and two consumer warpgroups. The producer
+// keeps a ring of stages (kPanels x 128 weight rows and kTokens tokens by a step of input channels)
+// full by bulk copies. Each consumer warpgroup owns 64 rows of a panel: it turns its weights into
+// registers and multiplies them itself, so that one's dequantization hides under the other's wgmma.
 //
-// A cluster is kSplit blocks that share the sum over K of one tile, their first or last. A block finishes a share of its
-// tokens: the others push their sums of that share into its shared memory (st.async, counted on an mbarrier) and
-// leave. int32 sums are exact in any order; floats are added over the cluster in a fixed one. The scales of groups of K are
-// applied inside the main loop.
+// A cluster is kSplit blocks that share the sum over K of one tile, their first or last. A block
+// finishes a share of its tokens: the others push their sums of that share into its shared memory
+// (st.async, counted on an mbarrier) and leave. int32 sums are exact in any order; floats are added
+// over the cluster in a fixed one. The scales of groups of K are applied inside the main loop.
 //
-// Legend: a *row* is an output channel n; a *panel* 128 of them; a *stage* one ring slot; a *step* Weights::kInputs input channels;
-// a *block* of sums is 8 tokens by 64 rows, an int4 a thread.
+// Legend: a *row* is an output channel n; a *panel* 128 of them; a *stage* one ring slot; a *step*
+// Weights::kInputs input channels; a *block* of sums is 8 tokens by 64 rows, an int4 a thread.
 #pragma once
 #include "hopper/epilogue.cuh"
 #include "hopper/ring.cuh"
 #include "hopper/work.cuh"
 
+// Weights (weights_*.cuh) is the weight operand. It gives
+//   Sum            the type of the sums: int, or float for 16-bit tokens and scaled groups;
+//   kInputs        input channels of a step;
+//   kTokenBytes    bytes of a token in a step, and kStageBytes those of a panel;
+//   kGrouped       the sums have been scaled by groups of inputs in the main loop;
+//   kTokenGroups   groups of a step whose token scales the main loop needs, 0 if it needs none;
+//   kTokenScales   p.token_scale is there;
+//   kZero          the epilogue subtracts a zero point times the sum of the token's codes;
+//   kReadsAhead    its Source can prefetch to L2;
+//   channel(n)     the place of output channel n's scale in p.scale1;
+//   Source         the copies of 64 rows, step after step;
+//   multiply       the main loop of a consumer warpgroup.
+// Tiling (work.cuh): OneWeight or EachExpert.
 template <class Weights, class Epilogue, int kTokens, int kPanels, int kSplit, int kStages, template <int, int> class Tiling>
 struct Gemm {
     static constexpr int kConsumers = 256, kThreads = kConsumers + 128, kRows = 128 * kPanels;
-    // Registers are dealt out per warpgroup (setmaxnreg): the producer gives most of its share to the consumers.
+    // Registers are dealt out per warpgroup (setmaxnreg): the producer gives most of its share to
+    // the consumers.
     static constexpr int kProducerRegisters = BLOCKS_PER_SM == 1 ? 40 : 32;
     static constexpr int kConsumerRegisters = BLOCKS_PER_SM == 1 ? 232 : 104;
-    static constexpr int kBlocks = kTokens / 8, kShare = (kBlocks + kSplit - 1) / kSplit;  // blocks, and those a split finishes
+    // Blocks of sums, and those that each of a cluster's blocks finishes.
+    static constexpr int kBlocks = kTokens / 8, kShare = (kBlocks + kSplit - 1) / kSplit;
 
-    // With few tokens and one block per SM, stages that wait for a slot may as well wait in L2 (this was measured).
+    // With few tokens and one block per SM, stages that wait for a slot may as well wait in L2
+    // (this was measured).
     static constexpr bool kReadsAhead = Weights::kReadsAhead && kTokens <= 32 && kPanels == 1 && BLOCKS_PER_SM == 1;
     static constexpr int kAhead = 2;       // steps beyond the ring
     static constexpr u32 kPatience = 425;  // clocks without a free slot
@@ -33,17 +50,20 @@ struct Gemm {
     using Sum = typename Weights::Sum;
     static constexpr int kTokenBytes = kTokens * Weights::kTokenBytes, kWeightBytes = kPanels * Weights::kStageBytes;
     static constexpr int kRing = kStages * (kTokenBytes + kWeightBytes);
-    // The sums that the other splits push here. With few tokens they lie beside the ring, so that no block waits until it is free.
+    // The sums that the other splits push here. With few tokens they lie beside the ring, so that
+    // no block waits until it is free.
     static constexpr int kBlockBytes = kConsumers * 16, kInbox = (kSplit - 1) * kShare * kPanels * kBlockBytes;
     static constexpr bool kOverRing = kTokens * kPanels > 128;
     static constexpr int kInboxAt = kOverRing ? 0 : kRing, kStagingAt = kRing + (kOverRing ? 0 : kInbox);
     static_assert(!kOverRing || kInbox <= kRing, "the inbox is larger than the ring");
-    using Tiles = Work<kSplit, !kOverRing, Weights::kInputs>;  // an inbox over the ring has to wait until the ring is done
+    // An inbox over the ring has to wait until the ring is done: the shared tile is the last then.
+    using Tiles = Work<kSplit, !kOverRing, Weights::kInputs>;
     static constexpr int kScalesAt = kStagingAt + 2 * Epilogue::kBytes;
     static constexpr int kBarriersAt = kScalesAt + 2 * 8 * kTokens;
     using Areas = Tiling<kTokens, kRows>;
     static constexpr int kAreasAt = kBarriersAt + 16 * kStages + 8;
-    static constexpr int kSharedBytes = kAreasAt + Areas::kBytes + 1024;  // 1024 to align the ring by hand
+    // run() aligns the ring to 1024 bytes, which takes up to as many.
+    static constexpr int kSharedBytes = kAreasAt + Areas::kBytes + 1024;
     static_assert(kSharedBytes <= SHARED_BYTES, "the host reserved too little shared memory");
 
     // Barriers: each stage is full, each stage is empty, and the inbox is full.
@@ -91,14 +111,16 @@ struct Gemm {
         }
     }
 
-    // Waits until all blocks of the cluster can be sent to: they have started, or have left the ring if the inbox lies over it.
+    // Waits until all blocks of the cluster can be sent to: they have started, or have left the
+    // ring if the inbox lies over it.
     static __device__ __forceinline__ void meet() {
         if constexpr (kOverRing) cluster_sync();
         else cluster_wait();
     }
 
-    // One warp copies 64 of a panel's rows, another the other 64, a third the tokens: a single thread that issues all
-    // seven copies of a stage cannot keep up with the memory. The weights fill the ring while the kernel before drains.
+    // One warp copies 64 of a panel's rows, another the other 64, a third the tokens: a single
+    // thread that issues all seven copies of a stage cannot keep up with the memory. The weights
+    // fill the ring while the kernel before drains.
     static __device__ __forceinline__ void produce_weights(const Params& p, const Areas& areas, u32 split_rank, int half, u32 weights,
                                                            const Barriers& bars) {
         Tiles work(p, areas.tiles(), split_rank);
@@ -119,8 +141,8 @@ struct Gemm {
         }
     }
 
-    // While no slot is free, the next of the `left` steps go to L2, `ahead` of them so far. Only then, since a byte that goes
-    // through L2 first costs more than one that does not.
+    // While no slot is free, the next of the `left` steps go to L2, `ahead` of them so far. Only
+    // then, since a byte that goes through L2 first costs more than one that does not.
     template <class Source>
     static __device__ __forceinline__ void wait_reading_ahead(const Source& source, u32 empty, u32 parity, int left, int& ahead) {
         ahead = max(ahead - 1, 0);
@@ -149,19 +171,22 @@ struct Gemm {
                     } else {
                         mbar_expect(bar, kTokenBytes);
                     }
+                    // Boxes of 128 bytes of each token, swizzled.
 #pragma unroll
-                    for (int i = 0; i < Weights::kTokenBytes; i += 128)  // swizzled bytes of each token
+                    for (int i = 0; i < Weights::kTokenBytes; i += 128)
                         tensor_copy(tokens + place.slot * kTokenBytes + i * kTokens, &p.tokens, step * Weights::kTokenBytes + i, m, bar);
                 }
                 place.advance();
-                // The next kernel fills its rings while this one drains; earlier, its weights would compete with these.
+                // The next kernel fills its rings while this one drains; earlier, its weights would
+                // compete with these.
                 if (work.done == work.count && step == max(s.from, s.to - kStages)) grid_release();
             }
         }
     }
 
     static __device__ __forceinline__ void consume(const Params& p, const Areas& areas, u32 split_rank, u8* shared, const Barriers& bars) {
-        // By a shuffle, so that values derived from it stay in registers and are not computed again in each step.
+        // By a shuffle, so that values derived from it stay in registers and are not computed again
+        // in each step.
         const int wg = uniform(threadIdx.x / 128), t = threadIdx.x % 128;
         float* scales = reinterpret_cast<float*>(shared + kScalesAt) + wg * 2 * kTokens;
         int* token_sums = reinterpret_cast<int*>(scales + kTokens);
@@ -213,8 +238,9 @@ struct Gemm {
         for (int i = 0; i < kPanels; ++i) epilogue.template store<kCount>(sums[i], rows[i], m, n + 128 * i, first_token);
     }
 
-    // `share` becomes the cluster's sums of this split's tokens: its own and those that the other blocks send. The others are
-    // sent the sums of their tokens. It runs once, since the inbox is for one tile and may lie over the ring.
+    // `share` becomes the cluster's sums of this split's tokens: its own and those that the other
+    // blocks send. The others are sent the sums of their tokens. It runs once, since the inbox is
+    // for one tile and may lie over the ring.
     static __device__ __forceinline__ void add_over_cluster(Sum (&share)[kPanels][4 * kShare], const Sum (&acc)[kPanels][kTokens / 2],
                                                             const u8* shared, u32 full, u32 split_rank) {
         const u8* inbox = shared + kInboxAt + threadIdx.x * 16;  // [from][block][panel][thread]

@@ -1,39 +1,49 @@
-// The 4-bit weight operand under 16-bit tokens: TMA copies of marlin or marlin-24 tiles, and their codes as 16-bit registers.
+// The 4-bit weight operand under 16-bit tokens: TMA copies of marlin or marlin-24 tiles, and their
+// codes as 16-bit registers.
 //
 // code - 8 is exact in 16 bits. A group's scale comes in by one of two ways:
-//   kRounds    each weight is multiplied by it and rounded to 16 bits, as MARLIN and every dequantized checkpoint do.
-//   kPromotes  the exact products of a group are summed, and total += sum * scale in float32: one multiplication per sum instead
-//              of one per weight, which is less if tokens are few. This is also used if scales and tokens differ in dtype.
-// The epilogue applies the scale of a whole channel. With few tokens its sums are promoted every 128 inputs all the same, since
-// tensor cores truncate in their sums.
+//   kRounds    each weight is multiplied by it and rounded to 16 bits, as MARLIN and every
+//              dequantized checkpoint do.
+//   kPromotes  the exact products of a group are summed, and total += sum * scale in float32: one
+//              multiplication per sum instead of one per weight, which is less if tokens are few.
+//              This is also used if scales and tokens differ in dtype.
+// The epilogue applies the scale of a whole channel. With few tokens its sums are promoted every
+// 128 inputs all the same, since tensor cores truncate in their sums.
 #pragma once
 #include "hopper/fragments_marlin.cuh"
 #include "hopper/params.cuh"
 #include "hopper/ring.cuh"
 
-// Layout: Marlin or Marlin24. kGroup: 0 is the whole channel. kScale, kKind: of the group scales and of the tokens. kStep: input
-// channels of a stage, 64 or 128.
+// Layout: Marlin or Marlin24. kGroup: 0 is the whole channel. kScale, kKind: of the group scales
+// and of the tokens. kStep: input channels of a stage, 64 or 128.
 template <class Layout, int kGroup, int kScale, int kKind, int kTokens, int kStep>
 struct WeightsMarlin {
     using Sum = float;
-    static constexpr int kInputs = kStep, kTokenBytes = 2 * kStep, kTokenGroups = 0;  // of a step; of a token there, and its scales
+    // The members that Gemm expects (gemm.cuh).
+    static constexpr int kInputs = kStep, kTokenBytes = 2 * kStep, kTokenGroups = 0;
     static constexpr bool kZero = false, kGrouped = kGroup > 0, kReadsAhead = false, kTokenScales = false;
     static constexpr bool kPromotes = kTokens <= EXACT_TOKENS || (kGrouped && kScale != kKind), kRounds = kGrouped && !kPromotes;
-    static constexpr int kParts = kStep / 64, kBatch = 64 / Layout::kInputs;             // of a stage; instructions of a part
+    // A stage has kParts parts of 64 input channels, a part kBatch instructions, whose fragments
+    // are kRegisters registers. kEach instructions (kSummed input channels) are summed before they
+    // are promoted. kGroups: the groups whose scales a stage holds.
+    static constexpr int kParts = kStep / 64, kBatch = 64 / Layout::kInputs;
     static constexpr int kInstructions = kParts * kBatch, kRegisters = Layout::kPair * kBatch / 2;
-    static constexpr int kSummed = kGrouped ? kGroup : 128;                              // input channels of a sum
-    static constexpr int kEach = kSummed / Layout::kInputs;                              // and instructions
-    static constexpr int kGroups = !kGrouped ? 0 : kGroup < kStep ? kStep / kGroup : 1;  // whose scales a stage holds
-    static constexpr int kHalf = kInstructions * 512;                                    // bytes of 64 rows in a stage
-    static constexpr int kPositionBytes = kInstructions * Layout::kPositionBytes;        // and of their positions
-    static constexpr int kScaleBytes = 64 * (kScale == kFloat32 ? 4 : 2);                // of a group of 64 rows
+    static constexpr int kSummed = kGrouped ? kGroup : 128;
+    static constexpr int kEach = kSummed / Layout::kInputs;
+    static constexpr int kGroups = !kGrouped ? 0 : kGroup < kStep ? kStep / kGroup : 1;
+    // Bytes of 64 rows in a stage: codes, positions, and the scales of one group. A stage is the
+    // codes of both halves, then their positions, then their scales.
+    static constexpr int kHalf = kInstructions * 512;
+    static constexpr int kPositionBytes = kInstructions * Layout::kPositionBytes;
+    static constexpr int kScaleBytes = 64 * (kScale == kFloat32 ? 4 : 2);
     static constexpr int kPositionsAt = 2 * kHalf, kScalesAt = kPositionsAt + 2 * kPositionBytes;
     static constexpr int kStageBytes = kScalesAt + 2 * kGroups * kScaleBytes;
 
     // The place of the scale of the whole channel n.
     static __device__ __forceinline__ int channel(int n) { return Layout::channel(n); }
 
-    // The copies of 64 rows, stage after stage, by one warp. Rows beyond the weight arrive as zeros, their scales not at all.
+    // The copies of 64 rows, stage after stage, by one warp. Rows beyond the weight arrive as
+    // zeros, their scales not at all.
     struct Source {
         const Params& p;
         bool valid;
@@ -58,13 +68,14 @@ struct WeightsMarlin {
         }
     };
 
-    // Of this thread's row q in group `j` of a stage; that of row q + 8 is Layout::kNextScale further.
+    // Of this thread's row q in group `j` of a stage; that of row q + 8 is Layout::kNextScale
+    // further.
     static __device__ __forceinline__ const u8* scales(const u8* stage, int j, int wg, int t) {
         return stage + kScalesAt + (wg * kGroups + j) * kScaleBytes + Layout::scale(t) * (kScaleBytes / 64);
     }
 
-    // Registers of the instructions [first, first + kBatch) of a stage, for thread `t` of warpgroup `wg`: of each pair its weights,
-    // and of a 2:4 sparse one their positions.
+    // Registers of the instructions [first, first + kBatch) of a stage, for thread `t` of warpgroup
+    // `wg`: of each pair its weights, and of a 2:4 sparse one their positions.
     static __device__ __forceinline__ void fragments(u32 (&a)[kRegisters], const u8* stage, int first, int wg, int t) {
         const u8* codes = stage + wg * kHalf + first * 512;
         u32 words[kBatch], scale[2];
@@ -94,7 +105,8 @@ struct WeightsMarlin {
         Layout::multiply_add(sums, a + i / 2 * Layout::kPair, i % 2, tokens + i * (8 / kBatch), first);
     }
 
-    // A part of a stage: dequantize while the part before is multiplied, put this one in flight, wait for that one.
+    // A part of a stage: dequantize while the part before is multiplied, put this one in flight,
+    // wait for that one.
     template <int kPart, class Pipe>
     static __device__ __forceinline__ void batch(float (&sums)[kTokens / 2], Pipe& pipe, u32 (&a)[kRegisters], const u32 (&in_flight)[kRegisters],
                                                  int wg, int t) {
@@ -123,7 +135,8 @@ struct WeightsMarlin {
         for (int i = 0; i < kTokens / 2; ++i) total[i] = fmaf(sums[i], scale[i % 4 / 2], total[i]);
     }
 
-    // A part of a stage with promoted sums: those of a group are promoted before the next group starts.
+    // A part of a stage with promoted sums: those of a group are promoted before the next group
+    // starts.
     template <int kPart, class Pipe>
     static __device__ __forceinline__ void exact_batch(float (&total)[kTokens / 2], float (&sums)[kTokens / 2], Pipe& pipe, u32 (&a)[kRegisters],
                                                        const u32 (&in_flight)[kRegisters], int wg, int t) {

@@ -1,16 +1,22 @@
-// The s4 weight operand under s8 tokens, whole channels or groups: TMA copies of apex4 or w4ax-interleaved codes.
+// The s4 weight operand under s8 tokens, whole channels or groups: TMA copies of apex4 or
+// w4ax-interleaved codes.
 //
-// There is no s4 wgmma. COMET's zero extension (section 4.3) makes s8 of packed s4, 16 times too large:
+// There is no s4 wgmma. COMET's zero extension (section 4.3) makes s8 of packed s4, 16 times too
+// large:
 //     (w << 4) & 0xF0F0F0F0    the four low nibbles        w & 0xF0F0F0F0    the four high ones
-// three operations for eight codes; 1 / 16 goes into the weight's scale, exactly. Both layouts keep 32 inputs of a row
-// in 16 bytes, of which a thread takes one word: low nibbles go to the first 16 positions of a k32 instruction, high
-// ones to the last. The tokens' codes come in that order (qtool/kernels/activation/quantize_activation_groups.py).
+// three operations for eight codes; 1 / 16 goes into the weight's scale, exactly. Both layouts keep
+// 32 inputs of a row in 16 bytes, of which a thread takes one word: low nibbles go to the first 16
+// positions of a k32 instruction, high ones to the last. The tokens' codes come in that order
+// (qtool/kernels/activation/quantize_activation_groups.py).
 //
-// A group's int32 sums become floats inside the main loop: total += float(sum) * sx[m, group] * sw[n, group]. Tokens of
-// 4 and of 8 bits are the same bytes to the tensor core: a mixed-precision layer has no slow blocks.
+// A group's int32 sums become floats inside the main loop:
+//     total += float(sum) * sx[m, group] * sw[n, group]
+// Tokens of 4 and of 8 bits are the same bytes to the tensor core: a mixed-precision layer has no
+// slow blocks.
 //
-// That is three instructions a sum, and each takes a clock from wgmma, which moves its sums through the same register
-// file: measured, the times add up however the two warpgroups take turns. Hence the plain order, one set of int32 sums.
+// That is three instructions a sum, and each takes a clock from wgmma, which moves its sums through
+// the same register file: measured, the times add up however the two warpgroups take turns. Hence
+// the plain order, one set of int32 sums.
 #pragma once
 #include "hopper/epilogue.cuh"
 #include "common/operands.cuh"
@@ -22,23 +28,29 @@ struct WeightsS4 {
     static constexpr int kInputs = 128, kTokenBytes = 128;  // of a step; of a token there
     static constexpr bool kZero = false, kGrouped = kGroup > 0, kReadsAhead = false, kTokenScales = true;
     using Sum = typename SumOf<kGrouped>::Type;
-    static constexpr int kHalf = 64 * 64;                              // bytes of 64 rows x 128 columns
-    static constexpr int kGroups = !kGrouped ? 0 : kGroup < 128 ? 128 / kGroup : 1;  // scales of a row in a stage
-    static constexpr int kTokenGroups = kGroups;  // and of a token
-    static constexpr int kScaleBytes = kScale == kFloat32 ? 4 : 2, kScalePitch = 64 * 4;  // of 64 rows
+    // A stage is the codes of two halves of 64 rows, kHalf bytes each, then the scales of each
+    // half, [groups][64 rows] kScalePitch bytes apart, then those of the tokens, [groups][tokens]
+    // floats.
+    static constexpr int kHalf = 64 * 64;
+    static constexpr int kGroups = !kGrouped ? 0 : kGroup < 128 ? 128 / kGroup : 1;
+    static constexpr int kTokenGroups = kGroups;
+    static constexpr int kScaleBytes = kScale == kFloat32 ? 4 : 2, kScalePitch = 64 * 4;
     static constexpr int kScalesAt = 2 * kHalf, kTokenScalesAt = kScalesAt + 2 * kGroups * kScalePitch;
     static constexpr int kUsed = kTokenScalesAt + kGroups * kTokens * 4;
-    static constexpr int kStageBytes = (kUsed + 511) / 512 * 512;  // the 64-byte swizzle repeats after 512
+    // The 64-byte swizzle repeats after 512 bytes.
+    static constexpr int kStageBytes = (kUsed + 511) / 512 * 512;
 
     static __device__ __forceinline__ int channel(int n) { return n; }  // where its scale lies
 
-    // The number of the `j`-th group of a step; beyond the last group the codes are zeros, and any finite scale will do.
+    // The number of the `j`-th group of a step; beyond the last group the codes are zeros, and any
+    // finite scale will do.
     static __device__ __forceinline__ int group_of(const Params& p, int step, int j) {
         const int group = kGroup < 128 ? step * kGroups + j : step / (kGroup / 128);
         return min(group, p.k / kGroup - 1);
     }
 
-    // The copies of 64 rows, stage after stage, by one warp. Rows beyond the weight arrive as zeros.
+    // The copies of 64 rows, stage after stage, by one warp. Rows beyond the weight arrive as
+    // zeros.
     struct Source {
         const Params& p;
         int row, step;
@@ -63,7 +75,8 @@ struct WeightsS4 {
         }
     };
 
-    // The scales of a tile's tokens, [G, M rounded up to 4]: bytes of a stage, and their copies by one thread.
+    // The scales of a tile's tokens, [G, M rounded up to 4]: bytes of a stage, and their copies by
+    // one thread.
     static __device__ __forceinline__ int padded(int m) { return (m + 3) / 4 * 4; }
     static __device__ __forceinline__ u32 token_scale_bytes(const Params& p, int m) { return 4 * min(kTokens, padded(p.m) - m); }
     static __device__ __forceinline__ void load_token_scales(const Params& p, u32 stage, int step, int m, u32 bar) {
@@ -74,7 +87,8 @@ struct WeightsS4 {
         }
     }
 
-    // Registers of the four k32 instructions of a stage, for thread `t` of warpgroup `wg`; row q, then q + 8.
+    // Registers of the four k32 instructions of a stage, for thread `t` of warpgroup `wg`; row q,
+    // then q + 8.
     static __device__ __forceinline__ void fragments(u32 (&a)[16], const u8* stage, int wg, int t) {
         const int row = t / 32 * 16 + t % 32 / 4;
         const u8* codes = stage + wg * kHalf + t % 4 * 4;
@@ -114,7 +128,8 @@ struct WeightsS4 {
         }
     }
 
-    // One stage: unpack it while the instructions before are under way, promote their sums, put this one in flight.
+    // One stage: unpack it while the instructions before are under way, promote their sums, put
+    // this one in flight.
     template <class Pipe>
     static __device__ __forceinline__ void batch(float (&total)[kTokens / 2], int (&sums)[kTokens / 2], Pipe& pipe,
                                                  u32 (&a)[16], u32 (&in_flight)[16], int wg, int t) {
@@ -153,7 +168,8 @@ struct WeightsS4 {
         pipe.release_previous();
     }
 
-    // The main loop over `steps` stages of 128 columns; the totals of groups, in their order, or a channel's exact sums.
+    // The main loop over `steps` stages of 128 columns; the totals of groups, in their order, or a
+    // channel's exact sums.
     template <int kPanels, int, class Pipe>
     static __device__ __forceinline__ void multiply(Sum (&totals)[kPanels][kTokens / 2], Pipe& pipe, int steps, int wg, int t) {
         u32 even[16], odd[16];

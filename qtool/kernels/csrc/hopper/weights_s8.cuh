@@ -1,11 +1,13 @@
-// The 8-bit weight operand, natural [N, K] order: both operands of wgmma come from swizzled shared memory.
+// The 8-bit weight operand of gemm.cuh, natural [N, K] order: both operands of wgmma come from
+// shared memory, where TMA has swizzled their rows of 128 bytes.
 #pragma once
 #include "hopper/ring.cuh"
 #include "hopper/params.cuh"
 
 struct Weights8 {
     using Sum = int;
-    static constexpr int kInputs = 128, kTokenBytes = 128, kTokenGroups = 0;  // of a step; of a token there, and its scales
+    // The members that Gemm expects (gemm.cuh).
+    static constexpr int kInputs = 128, kTokenBytes = 128, kTokenGroups = 0;
     static constexpr bool kGrouped = false;  // the sums of a tile are exact integers
     static constexpr bool kZero = false, kReadsAhead = false, kTokenScales = true;
     static constexpr int kHalf = 64 * 128;  // bytes of one warpgroup's rows in a stage
@@ -13,7 +15,8 @@ struct Weights8 {
 
     static __device__ __forceinline__ int channel(int n) { return n; }  // where its scale lies
 
-    // The copies of 64 rows, stage after stage, by one warp. Rows beyond the weight arrive as zeros.
+    // The copies of 64 rows, stage after stage, by one warp. Rows beyond the weight arrive as
+    // zeros.
     struct Source {
         const TensorMap* map;
         int row, column;
@@ -28,6 +31,8 @@ struct Weights8 {
         }
     };
 
+    // The main loop over `steps` stages. A stage is four k32 instructions a panel, 32 bytes (2 in a
+    // descriptor) apart. One batch is left under way while the next stage is waited for.
     template <int kPanels, int kTokens, class Pipe>
     static __device__ __forceinline__ void multiply(int (&acc)[kPanels][kTokens / 2], Pipe& pipe, int steps, int wg, int) {
         for (int i = 0; i < steps; ++i) {

@@ -1,36 +1,44 @@
-// The 4-bit weight operand: bulk copies of dual-MMA tiles, and their dequantization to s8 registers.
+// The 4-bit weight operand: bulk copies of dual-MMA tiles, and their dequantization to s8
+// registers.
 //
-// The three schemes differ in one line. With s and c constant over a group, four packed codes become
+// The three schemes differ in one line. With s and c constant over a group, four packed codes
+// become
 //     codes * s + c * 0x01010101            one IMAD
-// LiquidQuant stores c = 128 + lo (LiquidGEMM eq. 12). QoQ's (q - z) * s is the same expression with
-// c = 128 - z * s: its invariant -128 <= (q - z) * s <= 127 says that every byte of the sum lies in
-// 0..255, so the 32-bit sum has no carry between bytes although c itself may be negative. Per channel
-// the codes are multiplied as they are.
+// LiquidQuant stores c = 128 + lo (LiquidGEMM eq. 12). QoQ's (q - z) * s is the same expression
+// with c = 128 - z * s: its invariant -128 <= (q - z) * s <= 127 says that every byte of the sum
+// lies in 0..255, so the 32-bit sum has no carry between bytes although c itself may be negative.
+// Per channel the codes are multiplied as they are.
 //
-// Every byte is 128 too large. The paper removes this by XOR 0x80808080; here the bytes stay unsigned
-// (wgmma multiplies u8 by s8) and the epilogue subtracts 128 times the sum of the token's codes, exactly.
-// That is a third of the dequantization's instructions on the busiest pipe.
+// Every byte is 128 too large. The paper removes this by XOR 0x80808080; here the bytes stay
+// unsigned (wgmma multiplies u8 by s8) and the epilogue subtracts 128 times the sum of the token's
+// codes, exactly. That is a third of the dequantization's instructions on the busiest pipe.
 #pragma once
 #include "hopper/ring.cuh"
 #include "hopper/params.cuh"
 #include "common/operands.cuh"
 
+// kScheme: enum Scheme. kGroup: input channels that share level-2 parameters.
 template <int kScheme, int kGroup>
 struct Weights4 {
     using Sum = int;
-    static constexpr int kInputs = 128, kTokenBytes = 128, kTokenGroups = 0;  // of a step; of a token there, and its scales
+    // The members that Gemm expects (gemm.cuh).
+    static constexpr int kInputs = 128, kTokenBytes = 128, kTokenGroups = 0;
     static constexpr bool kGrouped = false;  // the sums of a tile are exact integers
-    static constexpr bool kZero = true, kReadsAhead = true, kTokenScales = true;  // of tokens, in the epilogue
+    static constexpr bool kZero = true, kReadsAhead = true, kTokenScales = true;
     static constexpr bool kTwoLevels = kScheme != kQoqChannel;
-    static constexpr int kTile = 2048;                                          // 64 rows x 64 columns
-    static constexpr int kCodes = 4 * kTile;                                    // of a stage: 128 rows x 128 columns
-    static constexpr int kGroups = kTwoLevels ? 128 / kGroup : 0;               // of a row in a stage
-    static constexpr int kLevel2 = 2 * kGroups * 64;                            // of a stage, one parameter
+    // A stage is kCodes bytes of tiles: for each half of 64 rows two of kTile bytes, 64 rows x 64
+    // columns each (the layout dual-mma). Then the scales of level 2, [half][group][64 rows],
+    // kLevel2 bytes, and the offsets in the same order.
+    static constexpr int kTile = 2048;
+    static constexpr int kCodes = 4 * kTile;
+    static constexpr int kGroups = kTwoLevels ? 128 / kGroup : 0;
+    static constexpr int kLevel2 = 2 * kGroups * 64;
     static constexpr int kStageBytes = kCodes + 2 * kLevel2;
 
     static __device__ __forceinline__ int channel(int n) { return n; }  // where its scale lies
 
-    // The copies of 64 rows, stage after stage, by one warp. `row` may lie beyond the weight: then nothing is copied.
+    // The copies of 64 rows, stage after stage, by one warp. `row` may lie beyond the weight: then
+    // nothing is copied.
     struct Source {
         const u8 *codes, *scale2, *offset2;
         int left;  // column tiles not yet copied
@@ -87,7 +95,8 @@ struct Weights4 {
         __device__ __forceinline__ u32 apply(u32 codes, int h) const { return codes * s[h] + c[h]; }
     };
 
-    // Registers of the two k32 instructions of column tile `half` of a stage, for thread `t` of warpgroup `wg`.
+    // Registers of the two k32 instructions of column tile `half` of a stage, for thread `t` of
+    // warpgroup `wg`.
     static __device__ __forceinline__ void fragment(u32* a, const uint4& packed, const u8* stage, int wg, int half, int t) {
         const u32 words[4] = {packed.x, packed.y, packed.z, packed.w};
         Level2 low, high;
@@ -106,8 +115,8 @@ struct Weights4 {
         }
     }
 
-    // Column tiles [kBegin, kEnd) of a panel of a stage: dequantize while the batch before is multiplied, put this one in
-    // flight, wait for that one.
+    // Column tiles [kBegin, kEnd) of a panel of a stage: dequantize while the batch before is
+    // multiplied, put this one in flight, wait for that one.
     template <int kPanel, int kBegin, int kEnd, bool kLast, int kTokens, class Pipe>
     static __device__ __forceinline__ void batch(int (&acc)[kTokens / 2], Pipe& pipe, u32 (&a)[8 * (kEnd - kBegin)],
                                                  u32 (&in_flight)[8 * (kEnd - kBegin)], int wg, int t) {
@@ -131,8 +140,9 @@ struct Weights4 {
         if constexpr (kLast) pipe.advance();
     }
 
-    // The main loop over `steps` stages of 128 columns; `pipe` says which shared-memory slot holds each. A batch is a
-    // panel of a stage if registers allow, which gives twice the independent instructions to hide latency.
+    // The main loop over `steps` stages of 128 columns; `pipe` says which shared-memory slot holds
+    // each. A batch is a panel of a stage if registers allow, which gives twice the independent
+    // instructions to hide latency.
     template <int kPanels, int kTokens, class Pipe>
     static __device__ __forceinline__ void multiply(int (&acc)[kPanels][kTokens / 2], Pipe& pipe, int steps, int wg, int t) {
         constexpr bool kHalves = kTokens >= 64 && BLOCKS_PER_SM == 2;

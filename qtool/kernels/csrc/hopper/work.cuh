@@ -2,13 +2,14 @@
 #pragma once
 #include "hopper/params.cuh"
 
-// A tile: output channels from `row` of the weight on, which stand in the output from `column` on, and tokens from `token` on
-// and before `end`.
+// A tile: output channels from `row` of the weight on, which stand in the output from `column` on,
+// and tokens from `token` on and before `end`.
 struct Area {
     int row, column, token, end;
 };
 
-// The tiles of one weight: the tiles of its first rows, one for each kTokens tokens, then those of the next rows.
+// The tiles of one weight: the tiles of its first rows, one for each kTokens tokens, then those of
+// the next rows.
 template <int kTokens, int kRows>
 struct OneWeight {
     static constexpr int kBytes = 0;  // of shared memory
@@ -23,8 +24,8 @@ struct OneWeight {
     }
 };
 
-// The tiles of a mixture's experts, [E, N, K], each weight with the tokens that were sorted to it: expert after expert, in
-// the same order within. Only the device knows how many tokens each has.
+// The tiles of a mixture's experts, [E, N, K], each weight with the tokens that were sorted to it:
+// expert after expert, in the same order within. Only the device knows how many tokens each has.
 template <int kTokens, int kRows>
 struct EachExpert {
     static constexpr int kMost = 512, kThreads = 384;
@@ -35,8 +36,9 @@ struct EachExpert {
     __device__ __forceinline__ EachExpert(const Params& p, u8* shared)
         : p(p), first_token(reinterpret_cast<int*>(shared)), first_tile(first_token + kMost + 1), sums(first_tile + kMost + 1) {}
 
-    // Counts the tiles, two experts a thread. All threads call it, before their next barrier. The offsets were written before
-    // the preceding kernel, or by it, and then it has ended, since it never calls grid_release.
+    // Counts the tiles, two experts a thread. All threads call it, before their next barrier. The
+    // offsets were written before the preceding kernel, or by it, and then it has ended, since it
+    // never calls grid_release.
     __device__ __forceinline__ void prepare() const {
         const int e = 2 * threadIdx.x, lane = threadIdx.x % 32;
         int at[3], tiles[2];
@@ -75,14 +77,16 @@ struct EachExpert {
     }
 };
 
+// What a block multiplies without a break.
 struct Segment {
     int tile, from, to;  // steps [from, to) of the tile
     bool shared;         // with the other blocks of the cluster
 };
 
-// A cluster takes tiles in strides of the grid and deals them out to its blocks whole, as far as they go evenly; of one that
-// is left over they share the steps. More are never left: clusters of three and more have one tile (the host sees to it).
-// It comes first, so that its sums are exchanged while the ring is full, or (kSharedFirst) last.
+// A cluster takes tiles in strides of the grid and deals them out to its blocks whole, as far as
+// they go evenly; of one that is left over they share the steps. More are never left: clusters of
+// three and more have one tile (the host sees to it). With kSharedFirst the shared tile comes
+// first, so that its sums are exchanged while the ring is full; else it comes last.
 template <int kSplit, bool kSharedFirst, int kInputs>
 struct Work {
     int cluster, clusters, rank, steps;
@@ -90,7 +94,9 @@ struct Work {
     __device__ __forceinline__ Work(const Params& p, int tiles, u32 split_rank)
         : cluster(blockIdx.x / kSplit), clusters(gridDim.x / kSplit), rank(split_rank), steps((p.k + kInputs - 1) / kInputs),
           count((tiles - cluster + clusters - 1) / clusters) {}
+    // Whether the blocks of the cluster share a tile.
     __device__ __forceinline__ bool shares() const { return count % kSplit != 0; }
+    // The block's next segment; false after the last.
     __device__ __forceinline__ bool next(Segment& s) {
         if (done == count) return false;
         const bool shared = kSplit > 1 && (kSharedFirst ? done < count % kSplit : done + kSplit > count);
