@@ -1,8 +1,9 @@
-// Quantizes new keys or values into the packed cache: an item is a token of a head, and a lane has sixteen of its channels.
-// kv4: s = max(0.95 (max - min) / 15, max|x| / 2^14), z = 7.5 - (max + min) / 2s in f16, code = clamp(rne(x / s + z), 0, 15);
-// then all three again on the weighted least-squares line through the codes, three times or until that is no nearer;
-// kv8: code = clamp(rne(x / s), -127, 127), s of the head and channel. The float32 operations are the scheme's, each
-// rounded by itself, so that the bytes are the scheme's.
+// Quantizes new keys or values into the packed cache: an item is a token of a head, and a lane has
+// sixteen of its channels. kv4: s = max(0.95 (max - min) / 15, max|x| / 2^14),
+// z = 7.5 - (max + min) / 2s in f16, code = clamp(rne(x / s + z), 0, 15); then all three again on
+// the weighted least-squares line through the codes, three times or until that is no nearer; kv8:
+// code = clamp(rne(x / s), -127, 127), s of the head and channel. The float32 operations are the
+// scheme's, each rounded by itself, so that the bytes are the scheme's.
 #include "attention/pages.cuh"
 #include "common/element.cuh"
 
@@ -21,16 +22,17 @@ struct Params {
 struct Params {
     const void* x;        // [B, H, new tokens, D] with strides, of DTYPE
     u8* codes;            // [B, H, capacity, token bytes]
-    const float* channel;  // [H, D]; kv8: scales; kv4: weights of squared errors, or null: all equal
+    const float* channel;  // [H, D]; kv8: scales; kv4: weights of squared errors, or null: all 1
     u16 *scale, *zero;    // kv4: f16 [B, H, capacity]
-    const int* lengths;   // [B] tokens of each sequence, the new ones included, or null: all have `tokens`
+    const int* lengths;   // [B] tokens of each sequence, new ones included, or null: `tokens`
     long long stride[3];  // of x, in elements: batch, head, token
     int items, heads, added, tokens, capacity;
 };
 #endif
 
-// Channels are grouped by eights. A lane has an eight and another one that is half of all eights (padding included) further on:
-// sums are taken by halves, so that a lane makes the first halving by itself.
+// Channels are grouped by eights. A lane has an eight and another one that is half of all eights
+// (padding included) further on: sums are taken by halves, so that a lane makes the first halving
+// by itself.
 constexpr int kEights = DIM > 128 ? 32 : DIM > 64 ? 16 : DIM > 32 ? 8 : DIM > 16 ? 4 : 2;
 constexpr int kLanes = kEights / 2;      // of an item
 constexpr int kItems = 32 / kLanes;      // of a warp
@@ -94,9 +96,11 @@ __device__ __forceinline__ float of_half(u16 h) {
     return f;
 }
 
+// A scale in f16: positive and finite.
 __device__ __forceinline__ u16 stored(float scale) { return to_half(fminf(fmaxf(scale, 5.9604644775390625e-08f), 65504.f)); }
 
-// The sum of value(i) over an item, by halves: within each eight, then of the eights. All its lanes get the same bits.
+// The sum of value(i) over an item, by halves: within each eight, then of the eights. All its lanes
+// get the same bits.
 template <class Value>
 __device__ __forceinline__ float item_sum(Value value) {
     float v[kHeld];
@@ -112,20 +116,24 @@ __device__ __forceinline__ float item_sum(Value value) {
     return sum;
 }
 
+// kv4's scale and zero point of an item, in f16: code c stands for scale * (c - zero).
 struct Line {
     u16 scale, zero;
 };
-// A lane's part of an item: its values, and the weights of their squared errors (1 if not WEIGHTED); 0 beyond the channels.
+// A lane's part of an item: its values, and the weights of their squared errors (1 if not
+// WEIGHTED); 0 beyond the channels.
 template <bool WEIGHTED>
 struct Part {
-    float x[kHeld], w[WEIGHTED ? kHeld : 1], n;
-    bool active[2];
+    float x[kHeld], w[WEIGHTED ? kHeld : 1], n;  // n: the sum of the item's weights
+    bool active[2];                              // whether each of the lane's eights has channels
 
+    // The weighted sum of value(i) over the item.
     template <class Value>
     __device__ __forceinline__ float sum(Value value) const {
         if constexpr (WEIGHTED) return item_sum([&](int i) { return __fmul_rn(w[i], value(i)); });
         return item_sum([&](int i) { return DIM == 8 * kEights || active[i / 8] ? value(i) : 0.f; });
     }
+    // Reads the channels' weights, all 1 if null, and adds them up.
     __device__ __forceinline__ void weigh(const float* weights) {
         if constexpr (WEIGHTED) {
 #pragma unroll
@@ -142,9 +150,10 @@ struct Part {
             n = DIM;
         }
     }
-    // Codes on a line, and their residuals.
+    // The codes of x on a line, as floats, and what is left: x - scale * (code - zero).
     __device__ __forceinline__ void round_on(Line line, float (&code)[kHeld], float (&left)[kHeld]) const {
-        constexpr float kInteger = 12582912.f;  // 1.5 * 2^23: a sum with it is rounded to an integer
+        // 1.5 * 2^23: floats of this size are integers, so adding it rounds to one (half to even).
+        constexpr float kInteger = 12582912.f;
         const float scale = of_half(line.scale), zero = of_half(line.zero), inverse = __fdiv_rn(1.f, scale);
 #pragma unroll
         for (int i = 0; i < kHeld; ++i) {
@@ -153,7 +162,9 @@ struct Part {
             left[i] = __fsub_rn(x[i], __fmul_rn(__fsub_rn(code[i], zero), scale));
         }
     }
-    // The line of the codes.
+    // Finds the line: first by the range, then refitted by weighted least squares of the residuals
+    // over the codes, as the first comment says. An item whose error has stopped falling keeps its
+    // line while others of the warp go on.
     __device__ __forceinline__ Line line() const {
         float low = __uint_as_float(0x7F800000), high = -low;
 #pragma unroll
@@ -217,6 +228,7 @@ __device__ __forceinline__ void read(const Place& at, const bool (&active)[2], f
     }
 }
 
+// Quantizes the lane's channels of an item and stores their codes.
 #if BITS == 8
 __device__ __forceinline__ void append(const Place& at, const bool (&active)[2]) {
     float x[kHeld];

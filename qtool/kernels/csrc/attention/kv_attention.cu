@@ -1,24 +1,36 @@
-// Decode attention over a packed cache: a block has a split of one kv head's tokens (flash-decoding), with online softmax,
+// Decode attention over a packed cache: a block has a split of one kv head's tokens
+// (flash-decoding), with online softmax,
 //     S^T = K Q^T    P = 2^(S - max)    O^T = V^T P^T
-// on tensor cores. Tokens are mma's 16 rows in the first product and its contraction in the second; the group's query rows
-// are its 8 columns. Each warp of a block takes every WARPS-th tile of TILE tokens through its own cp.async ring. The parts
-// of warps are added in their order, and those of splits too (kv_combine), which gives the same bits every time.
+// on tensor cores. Tokens are mma's 16 rows in the first product and its contraction in the second;
+// the group's query rows are its 8 columns. Each warp of a block takes every WARPS-th tile of TILE
+// tokens through its own cp.async ring. The parts of warps are added in their order, and those of
+// splits too (kv_combine), which gives the same bits every time.
 //
-// 4 bit: q.k = s (sum q c - z sum q);  sum p v = sum (p s) (c - 8) - sum (p s) (z - 8).
+// With a code c, a scale s and a zero point z of its token (kv4), a key or value is s (c - z):
+//     q.k = s (sum q c - z sum q)        sum p v = sum (p s) (c - 8) - sum (p s) (z - 8)
+//
+// The host (qtool/kernels/attention/kv_plan.py) defines DIM (head dimension), BITS (4 or 8), TILE
+// (tokens), ROW_TILES (of 8 query rows in a block), WARPS, STAGES (of a ring), DTYPE, MASKED,
+// CAPPED (soft cap), PAGED, MIN_BLOCKS, LONGEST and MOST_SPLITS.
+//
+// Legend: r = lane / 4, c = lane % 4; *rows* are the query rows of a kv head, group x queries,
+// those of a query head together; bh = batch * heads + kv head.
 #include "attention/kv_combine.cuh"
 #include "attention/kv_state.cuh"
 
 constexpr float kHidden = -3e38f;  // the score of a token that a row does not see
 
-// The tokens that the block takes, in tiles, and those that its query rows see.
+// The tokens that the block takes, tiles [begin, end), and those that its query rows see. Query t
+// of a sequence's last `queries` tokens sees the tokens up to itself; with a window only the last
+// p.window of these.
 struct Span {
-    int batch, length, all_see, begin, end;
+    int batch, length, all_see, begin, end;  // all_see: the tokens before it are seen by every row
     int limit[ROW_TILES][2];  // the first token that a row does not see
 
     __device__ __forceinline__ Span(const Params& p, int bh, int split, int row0, int lane) {
         batch = bh / p.heads;
         length = p.lengths ? min(max(p.lengths[batch], 0), p.tokens) : p.tokens;
-        all_see = length - p.queries + 1;  // (but for a window)
+        all_see = length - p.queries + 1;  // without a window
         const int oldest = p.window ? max(0, all_see - p.window) / TILE : 0;
         const int tiles = (length + TILE - 1) / TILE - oldest;
         int per_split = (tiles + p.splits - 1) / p.splits;
@@ -31,9 +43,11 @@ struct Span {
 #pragma unroll
             for (int j = 0; j < 2; ++j) limit[n][j] = all_see + (row0 + 8 * n + 2 * (lane % 4) + j) % p.queries;
     }
+    // Whether some row may not see some token of the tile that starts at token `first`.
     __device__ __forceinline__ bool hides(const Params& p, int first) const {
         return MASKED || first + TILE > all_see || (p.window && first < length - p.window);
     }
+    // Gives kHidden to the scores of tokens that a row does not see.
     __device__ __forceinline__ void hide(const Params& p, Scores& s, int first, int lane) const {
 #pragma unroll
         for (int u = 0; u < kTiles16; ++u)
@@ -52,13 +66,16 @@ struct Span {
     }
 };
 
-// What is added to all scores of a row before the cap: the part that the keys' codes leave out. It is read anew for each tile,
-// since registers are short.
+// What is added to all scores of a row before the cap: the part that the keys' codes leave out. It
+// is read anew for each tile, since registers are short.
 __device__ __forceinline__ float shift(const Params& p, int first_row, int rows, int n, int j) {
     const int row = 8 * n + j;
     return p.shift && row < rows ? __ldg(p.shift + first_row + row) : 0.f;
 }
 
+// The scores of a tile, in base 2 (times log2 e): s (x - z * sum q) * factor, where x is the
+// product of codes. A cap replaces a score y by cap * tanh(y / cap), with
+// tanh(a) = 1 - 2 / (1 + e^(2 a)).
 __device__ __forceinline__ void score(const Params& p, Scores& s, const Query& query, const Stage& stage, int lane,
                                       int first_row, int rows) {
     const float twice_over_cap = CAPPED ? __fdividef(2 * kLog2e, p.softcap) : 0.f;
@@ -100,7 +117,8 @@ __device__ __forceinline__ void score(const Params& p, Scores& s, const Query& q
     }
 }
 
-// The sum of the warps' parts in their order: to the output, or to the splits' parts.
+// Adds the warps' parts in their order, each times 2^(its maximum - the largest). The sum goes to
+// the output, divided by the sum of weights, or to this split's part.
 __device__ __forceinline__ void merge(const Params& p, const float* parts, const float2* stats, int bh, int split, int row0) {
     const int rows = p.group * p.queries;
     for (int at = threadIdx.x; at < kRows * DIM / 2; at += 32 * WARPS) {
@@ -146,7 +164,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
     grid_release();
 #endif
     const Span span(p, bh, split, row0, lane);
-    if (p.splits > 1 && span.begin >= span.end) {  // the values of a part without weight are not read
+    // A split without tokens writes a weight of 0: kv_combine does not use its values then.
+    if (p.splits > 1 && span.begin >= span.end) {
         for (int row = threadIdx.x; row < kRows && row0 + row < rows; row += 32 * WARPS)
             reinterpret_cast<float2*>(p.partial)[(static_cast<u64>(bh) * rows + row0 + row) * p.splits + split] =
                 make_float2(kNone, 0.f);
@@ -168,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
     int slot = 0;
     for (int tile = span.begin + warp; tile < span.end; tile += WARPS) {
         async_wait<STAGES - 2>();
-        __syncwarp();
+        __syncwarp();  // all lanes' copies have arrived, and all have left the stage filled next
         const Stage stage = {ring + slot * kStageBytes};
         const int freed = slot == 0 ? STAGES - 1 : slot - 1, first = tile * TILE;
         if (tile + (STAGES - 1) * WARPS < span.end) source.copy(ring + freed * kStageBytes, lane);

@@ -1,14 +1,18 @@
-// Packed keys and values as the A operand of mma.sync m16n8k16 (f16 in, f32 sums), straight from the cache's bytes.
+// Packed keys and values as the A operand of mma.sync m16n8k16 (f16 in, f32 sums), straight from
+// the cache's bytes.
 //
 // Stated once, with r = lane / 4, c = lane % 4, S = DIM / 16, a tile of 16 tokens:
 //   row m (or contraction slot m) of the tile is token  (m % 8) / 2 + 4 * (m % 2) + 8 * (m / 8);
-//   keys:   S steps over the channels; lane (r, c) reads bytes [c * W, (c + 1) * W) of rows r and r + 8, W = bytes a
-//           token / 4. 4 bit: step s of a word takes its bytes s % 2 and s % 2 + 2, low nibbles (even channels) into
-//           slots 2c, 2c + 1, high ones into 2c + 8, 2c + 9. 8 bit: step s is word s, in order;
-//   values: S row tiles over the channels; lane (r, c) reads bytes [r * V, (r + 1) * V) of four tokens, V = bytes a
-//           token / 8. Rows r and r + 8 of row tile i are channels 2 (r S + i) and 2 (r S + i) + 1.
-// Keys leave as halves c / 2^24 (even channel) and 16 c / 2^24 (odd): a nibble's bits are that subnormal number, and
-// tensor cores multiply it exactly. Values leave as c - 8 and 16 (c - 8), so that long sums stay small. s8 codes as is.
+//   keys:   S steps over the channels; lane (r, c) reads bytes [c * W, (c + 1) * W) of rows r and
+//           r + 8, where W is a quarter of a token's bytes. 4 bit: step s takes bytes s % 2 and
+//           s % 2 + 2 of word s / 2, low nibbles (even channels) into slots 2c, 2c + 1, high ones
+//           into 2c + 8, 2c + 9. 8 bit: step s is word s, in order;
+//   values: S row tiles over the channels; lane (r, c) reads bytes [r * V, (r + 1) * V) of four
+//           tokens, where V is an eighth of a token's bytes. Rows r and r + 8 of row tile i are
+//           channels 2 (r S + i) and 2 (r S + i) + 1.
+// Keys leave as halves c / 2^24 (even channel) and 16 c / 2^24 (odd): a nibble's bits are that
+// subnormal number, and tensor cores multiply it exactly. Values leave as c - 8 and 16 (c - 8), so
+// that long sums stay small. s8 codes as is.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -17,6 +21,8 @@ constexpr int kTokenBytes = DIM * BITS / 8;
 constexpr int kKeyBytes = kTokenBytes / 4, kValueBytes = kTokenBytes / 8;
 constexpr int kKeyWords = (kKeyBytes + 3) / 4, kValueWords = (kValueBytes + 3) / 4;
 
+// Bytes of a and b by the four hexadecimal digits of the selector, lowest first: 0 to 3 are those
+// of a, 4 to 7 those of b.
 __device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 __device__ __forceinline__ u32 add_halves(u32 a, u32 b) {
@@ -73,7 +79,9 @@ __device__ __forceinline__ void load_bytes(u32 (&w)[(kBytes + 3) / 4], u32 addre
 // One byte in each half of `x`: the low and the high nibble as subnormal numbers.
 __device__ __forceinline__ void subnormal_halves(u32 x, u32& low, u32& high) { low = x & 0x000F000F, high = x & 0x00F000F0; }
 
-// The same nibbles about zero; 8 bit: two pairs of s8 codes.
+// The same nibbles about zero, c - 8 and 16 (c - 8); 8 bit: the two low and the two high s8 codes.
+// In f16 the bits 0x6400 are 1024, and the lowest bit of its mantissa is worth 1, so 0x6400 | c is
+// 1024 + c (MARLIN section 3.4). An s8 code c becomes c + 128 first, by its highest bit.
 __device__ __forceinline__ void centred_halves(u32 x, u32& low, u32& high) {
     if constexpr (BITS == 4) {
         low = add_halves(masked_or<0x000F000F>(x, 0x64006400), 0xE408E408);   // 1024 + c - 1032

@@ -2,7 +2,9 @@
 #pragma once
 #include "attention/kv_params.cuh"
 
-// A block adds the splits' parts of one query row, in their order.
+// A block adds the splits' parts of one query row in their order, a thread per channel. The first
+// warp makes the weights meanwhile: 2^(a split's maximum - the largest) over the sum of all
+// weights. Parts without weight are not used, since their values were not written.
 extern "C" __global__ void __launch_bounds__(DIM < 32 ? 32 : DIM) kv_combine(const __grid_constant__ Params p) {
     __shared__ float weights[MOST_SPLITS];
 #if __CUDA_ARCH__ >= 900

@@ -1,5 +1,6 @@
-// Gathers the keys and values that queries attend to, in DTYPE: the dequantized tokens of a paged cache, then the new tokens.
-// A thread has eight channels of a token of a head; the float32 operations are the scheme's, each rounded by itself.
+// Gathers the keys and values that queries attend to, in DTYPE: the dequantized tokens of a paged
+// cache, then the new tokens. A thread has eight channels of a token of a head; the float32
+// operations are the scheme's, each rounded by itself.
 #include "attention/pages.cuh"
 #include "common/element.cuh"
 
@@ -10,7 +11,9 @@ struct Params {
     void* out[2];            // [total, H, D]
     const float* channel[2];  // [H, D]; kv8: scales; kv4: the keys' offset, and null
     const u8* pages;
-    const int *table, *starts, *fresh, *cached;  // [n, table_stride], in out [n + 1], in x [n + 1], tokens of the pages [n]
+    // Of n sequences: their pages [n, table_stride], their first rows of out [n + 1] and of x
+    // [n + 1] and then the ends, and how many tokens of theirs are in the pages [n].
+    const int *table, *starts, *fresh, *cached;
     long long stride[2][2];  // of x, in elements: token, head
     long long page_stride;
     int sequences, heads, total, table_stride, window, unused;
@@ -48,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(128) kv_gather(const __grid_constan
         const u64 from = fresh + token - first;
         out = *reinterpret_cast<const Eight*>(static_cast<const Element*>(p.x[which]) + from * p.stride[which][0] +
                                               head * p.stride[which][1] + 8 * piece);
-    } else if (p.window && token <= first - p.window) {  // seen by no query; its page may hold anything
+    } else if (p.window && token <= first - p.window) {
+        // No query sees this token, and its page may hold anything.
 #pragma unroll
         for (int i = 0; i < 8; ++i) out.v[i] = narrow(0.f);
     } else {

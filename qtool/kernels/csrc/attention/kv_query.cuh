@@ -1,8 +1,10 @@
-// The query rows as the B operand of mma.sync m16n8k16, in the order of the key fragments' slots (kv_codes.cuh).
+// The query rows as the B operand of mma.sync m16n8k16, in the order of the key fragments' slots
+// (kv_codes.cuh).
 #pragma once
 #include "attention/kv_codes.cuh"
 #include "attention/kv_params.cuh"
 
+// Two floats rounded to f16, `low` in the low half; and back.
 __device__ __forceinline__ u32 pack_halves(float low, float high) {
     u32 d;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
@@ -14,8 +16,9 @@ __device__ __forceinline__ void unpack_halves(u32 pair, float& low, float& high)
         : "r"(pair));
 }
 
-// The lane's part of the query rows, unconverted, in the order of the key fragments' slots. They are loaded before the first
-// tiles: after these they would wait until the memory has delivered all tiles.
+// The lane's part of the query rows, unconverted, in the order of the key fragments' slots. They
+// are loaded before the first tiles: after these they would wait until the memory has delivered all
+// tiles.
 struct QueryWords {
     u32 words[ROW_TILES][kSteps][2];
     float scale[BITS == 8 ? kSteps : 1][4];  // kv8: of the keys' channels
@@ -61,10 +64,15 @@ struct QueryWords {
     }
 };
 
+// The lane's part of the query rows in f16. A row is multiplied by 2^-e, where 2^e <= its largest
+// magnitude < 2^(e + 1), which f16 holds without overflow. kv4's odd channels are divided by 16
+// besides, since their codes come 16 times too large.
 struct Query {
     u32 b[ROW_TILES][kSteps][2];  // rows scaled by a power of two into f16's range
-    float factor[ROW_TILES][2];   // undoes it, and scales the scores, of columns 2c, 2c + 1
-    float sum[ROW_TILES][2];      // of the row as it was rounded
+    // Of the rows of columns 2c, 2c + 1: what undoes the powers of two (of the codes too) and
+    // scales the scores; and the sum of the row as it was rounded, in the codes' unit 2^-24.
+    float factor[ROW_TILES][2];
+    float sum[ROW_TILES][2];
 
     __device__ __forceinline__ Query(const QueryWords& from, float scaling, int valid_rows, int lane) {
         const int r = lane / 4, c = lane % 4;

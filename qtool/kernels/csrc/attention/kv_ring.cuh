@@ -1,4 +1,5 @@
-// A warp's ring of shared memory: TILE tokens of keys, values and their parameters a stage, filled by cp.async.
+// A warp's ring of shared memory: TILE tokens of keys, values and their parameters a stage, filled
+// by cp.async.
 #pragma once
 #include "common/async_copy.cuh"
 #include "attention/kv_codes.cuh"
@@ -42,7 +43,8 @@ struct Stage {
         }
         return static_cast<int>(__reduce_max_sync(0xFFFFFFFF, bits));
     }
-    // Zeros for the values' parameters of unwritten tokens, from `written` on: 0 times NaN would be NaN.
+    // Zeros for the values' parameters of unwritten tokens, from `written` on: 0 times NaN would be
+    // NaN.
     __device__ __forceinline__ void clear(int written, int lane) const {
         for (int i = lane; i < TILE; i += 32)
             if (i >= written)
@@ -53,7 +55,8 @@ struct Stage {
     }
 };
 
-// The copies of a lane for each tile of its warp: 16 bytes of every 512 of keys, of values, and of one of the parameters.
+// The copies of a lane for each tile of its warp: 16 bytes of every 512 of keys, of values, and of
+// one of the parameters.
 struct Source {
     const u8 *keys, *values, *params;
 #if PAGED
@@ -81,7 +84,8 @@ struct Source {
         params = part + 2 * kPageCodes + lane / kPieces * (2 * kPageTokens) + within * kParamBytes +
                  16 * (lane % kPieces);
     }
-    __device__ __forceinline__ void advance() { tile += WARPS, look_up(); }  // to the warp's next tile
+    // To the warp's next tile.
+    __device__ __forceinline__ void advance() { tile += WARPS, look_up(); }
 #else
     __device__ __forceinline__ Source(const Params& p, int bh, int first_tile, int, int lane) {
         const u64 first_token = static_cast<u64>(bh) * p.capacity + first_tile * TILE;

@@ -4,21 +4,28 @@
 #include "attention/kv_ring.cuh"
 
 constexpr int kRows = 8 * ROW_TILES, kTiles16 = TILE / 16;
-constexpr int kLag = 8;       // the reference maximum may lie so many powers of two below the true one
-constexpr int kHeadroom = 6;  // p s is kept below 2^(kHeadroom + kLag + 1), high in f16's range
-constexpr int kPitch = DIM + 4;  // floats a row of the exchange: its stores are free of bank conflicts
+// The reference maximum may lie up to kLag powers of two below the true one, so weights p reach
+// 2^kLag. p times the value's scale is kept below 2^(kHeadroom + kLag + 1), high in f16's range.
+constexpr int kLag = 8;
+constexpr int kHeadroom = 6;
+constexpr int kPitch = DIM + 4;  // floats of a row of the exchange: no bank conflicts in its stores
 
-// [16-token tile][tile of 8 query rows]: rows r (token of r; then of r + 8) by columns 2c, 2c + 1; in base 2.
+// [16-token tile][tile of 8 query rows]: rows r (token of r; then of r + 8) by columns 2c, 2c + 1;
+// in base 2.
 typedef float Scores[kTiles16][ROW_TILES][4];
 
+// 2^exponent, for exponents of normal numbers.
 __device__ __forceinline__ float powers(int exponent) { return __uint_as_float((127 + exponent) << 23); }
 
+// Transposes an 8 x 8 matrix of 16-bit items (PTX ISA, "movmatrix"). Lane i has two items of row
+// i / 4, columns 2 (i % 4) and the next. Scores have tokens as rows; as the right operand of the
+// second product they are needed by query row.
 __device__ __forceinline__ u32 transpose8x8(u32 pair) {
     u32 d;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
     return d;
 }
-// Over the eight lanes that share c = lane % 4.
+// The largest value and the sum over the eight lanes that share c = lane % 4.
 __device__ __forceinline__ float largest(float v) {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) v = fmaxf(v, __shfl_xor_sync(0xFFFFFFFF, v, step));
@@ -35,11 +42,14 @@ struct State {
     float top[ROW_TILES][2];    // the reference maximum, in base 2
     float sum[ROW_TILES][2];    // the lane's share of sum p
     float zeros[ROW_TILES][2];  // the lane's share of sum (p s) (z - 8)
+    // O^T: channels, in the row tiles of kv_codes.cuh, by query rows.
     float o[ROW_TILES][kSteps][4];
-    int exponent;  // of the largest value scale so far (f16's field): p s is kept times 2^(kHeadroom + 15 - exponent)
+    // The exponent field (f16) of the largest value scale so far: p s is kept times
+    // 2^(kHeadroom + 15 - exponent).
+    int exponent;
 
     __device__ __forceinline__ State() {
-        exponent = BITS == 4 ? 0 : 15;  // kv8: p itself, below 1
+        exponent = BITS == 4 ? 0 : 15;  // kv8: as if every token's scale were 1
 #pragma unroll
         for (int n = 0; n < ROW_TILES; ++n) {
 #pragma unroll
@@ -54,7 +64,9 @@ struct State {
         }
     }
 
-    // Moves the reference maximum and the exponent if the tile's scores or scales have outgrown them.
+    // Moves the reference maximum and the exponent if the tile's scores or scales have outgrown
+    // them, and scales what has been summed so far to match. The maximum may lag by kLag, so that
+    // this is rare.
     __device__ __forceinline__ void follow(const Scores& s, const Stage& stage, int lane) {
         const int wanted = BITS == 4 ? max(exponent, stage.largest_scale(lane) >> 10) : exponent;
         bool grew = wanted != exponent;
@@ -126,8 +138,8 @@ struct State {
         }
     }
 
-    // The warp's part of the exchange: its rows' sums in the order (row tile of channels, lane's r, parity); and their
-    // reference maxima and sums of weights.
+    // The warp's part of the exchange: its rows' sums in the order (row tile of channels, lane's r,
+    // parity); and their reference maxima and sums of weights.
     __device__ __forceinline__ void store(float* parts, float2* stats, int lane) const {
         const int r = lane / 4, c = lane % 4;
         const float undo = powers(exponent - kHeadroom - 15), odd = BITS == 4 ? 1.f / 16 : 1.f;

@@ -1,5 +1,6 @@
-// A page of a paged cache (qtool/kernels/attention/paged_cache.py). Head by head it has the codes of 64 keys, the codes of
-// 64 values, and four f16 per token: scales and zero points of the keys, then of the values.
+// A page of a paged cache (qtool/kernels/attention/paged_cache.py). Head by head it has the codes
+// of 64 keys, the codes of 64 values, and four f16 per token: scales and zero points of the keys,
+// then of the values.
 #pragma once
 #include "common/ptx.cuh"
 
