@@ -231,16 +231,14 @@ def _plain(
         QtoolError: names a tensor that is missing, unknown, or of another shape or dtype.
     """
     model = Architecture(source.config, family_of(source.config))
-    shapes = check_source(source, model, linears)
+    instead = f"refusing to lose it; {INSTEAD}"
+    shapes = check_source(source, model, linears, instead=instead)
     require_tied(source, model)
     for name in source.entries:
         linear, _, part = name.rpartition(".")
         strange = linear in linears and part not in foreign.parts and name not in shapes
         if strange and (part != "bias" or source.read(name).any()):
-            raise QtoolError(
-                f"{name}: not a tensor of a {model.family.name} model; refusing to lose it;"
-                f" {INSTEAD}"
-            )
+            raise QtoolError(f"{name}: not a tensor of a {model.family.name} model; {instead}")
     return set(shapes)
 
 

@@ -21,6 +21,7 @@ def check_source(
     packed: Collection[str] = (),
     *,
     keep_unknown: bool = False,
+    instead: str = "pass --keep-unknown to copy it as it is",
 ) -> dict[str, tuple[int, ...]]:
     """Check that all tensors of the model are there with declared shapes, and no others.
 
@@ -29,6 +30,7 @@ def check_source(
     Args:
         packed: linears that are quantized in the source; the caller checks their tensors.
         keep_unknown: accept unknown tensors.
+        instead: what can be done about an unknown tensor.
 
     Returns:
         The shapes of the tensors that were found, by name.
@@ -57,9 +59,8 @@ def check_source(
     for name in source.entries:
         known = name in expected or is_second_head(name, model) or _is_computed(name, model)
         if not known and not keep_unknown and name.rpartition(".")[0] not in packed:
-            way_on = "refusing to lose it" if packed else "pass --keep-unknown to copy it as it is"
             what = f"a {model.family.name} model of {model.blocks} blocks"  # by config.json
-            raise QtoolError(f"{name}: not a tensor of {what}; {way_on}")
+            raise QtoolError(f"{name}: not a tensor of {what}; {instead}")
     return expected
 
 
