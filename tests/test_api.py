@@ -204,8 +204,8 @@ def test_a_default_device_of_the_caller_is_not_that_of_a_run(tmp_path: Path) -> 
     try:
         qtool.quantize("demo", "w4a16", recipe="paper", kv="kv8", out=native, **how)
         assert not [row for row in qtool.verify(native) if row.problem]
-        qtool.export(native, "gptq", gptq)
-        qtool.import_(gptq, tmp_path / "imported")
+        exported = qtool.export(native, "gptq", gptq)
+        qtool.import_(exported, tmp_path / "imported")
         results, _ = qtool.evaluate(["demo"], native, limit=1, seqlen=64)
         qtool.write_report(native)
         assert qtool.load(native).device.type == "cpu"

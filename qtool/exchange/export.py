@@ -42,7 +42,7 @@ ERRORS = "relative weight errors"
 
 @dataclass
 class Exported:
-    """The result of an export: its directory, errors and notes.
+    """An export: its directory, errors and notes; it is a path-like object.
 
     Attributes:
         errors: relative Frobenius distance between the exported and the native weight, by linear.
@@ -55,6 +55,9 @@ class Exported:
     errors: dict[str, float]
     notes: list[str]
     nbytes: tuple[int, int]
+
+    def __fspath__(self) -> str:
+        return str(self.directory)
 
     def as_dict(self) -> Json:
         """The result as plain data, for ``--json``."""
