@@ -447,7 +447,10 @@ def test_unknown_names(refused, make_model: MakeModel, tmp_path: Path) -> None: 
     unsized = tmp_path / "unsized.yaml"
     unsized.write_text("scheme: w4a8-lqq\nlayers: [{roles: [q_proj], scheme: w4a8-lqq}]\n")
     refused(
-        "(q_proj)$'): w4a8-lqq: group size channel is not supported", model, "--recipe", unsized
+        "(roles [q_proj]): w4a8-lqq: group size channel is not supported",
+        model,
+        "--recipe",
+        unsized,
     )
     refused("whole channel: write group_size: 64", model, "--recipe", unsized)
     refused("did you mean kv4?", model, "--kv", "kv-4")

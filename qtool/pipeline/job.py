@@ -27,7 +27,7 @@ from qtool.models.architecture import DTYPES, Architecture, dtype_name, named_dt
 from qtool.models.parts import Heads
 from qtool.pipeline.recipe_fit.family_recipe import for_family, for_tied_head
 from qtool.pipeline.recipe_fit.group_fit import for_groups
-from qtool.pipeline.recipe_fit.layer_rules import require_matches
+from qtool.pipeline.recipe_fit.layer_rules import require_matches, with_unmatched
 from qtool.pipeline.recipe_fit.tile_fit import for_shapes
 from qtool.recipes import Recipe, Step
 from qtool.runtime.packed_kv import kv_tensors
@@ -128,12 +128,8 @@ class Job(Architecture):
             for kind in kinds
             for n in kind.linears()
         }
-        names = (
-            f"{family.blocks}.{block}.{linear}"
-            for block in blocks
-            for linear in family.at(settings, block).linears()
-        )
-        require_matches(recipe, names, next(iter(shapes)))
+        require_matches(recipe, family.all_linears(settings), next(iter(shapes)))
+        recipe = with_unmatched(recipe, family.all_linears(settings))
         recipe = for_shapes(for_groups(recipe, shapes), shapes)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
         permuted, rotated = (
@@ -341,7 +337,7 @@ def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
     try:
         bits = LinearFormat(rule.scheme, rule.group_size, "", scale_dtype).scheme_object.code_bits
     except QtoolError as error:
-        sentence = f"layer rule (match {rule.match!r}): {error}"
+        sentence = f"layer rule ({rule}): {error}"
         if rule.group_size is None and rule.scheme in SCHEMES:
             size = SCHEMES[rule.scheme].default_group_size
             sentence += (

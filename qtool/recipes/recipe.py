@@ -188,7 +188,8 @@ def as_yaml(recipe: Recipe) -> str:
     def layer(rule: LayerRule) -> dict[str, Any]:
         size = {"group_size": rule.group_size or "channel"} if rule.scheme else {}
         layout = {"layout": rule.layout} if rule.layout else {}
-        return {"match": rule.match, "scheme": rule.scheme, **size, **layout}
+        which = {"roles": list(rule.roles)} if rule.roles else {"match": rule.match}
+        return {**which, "scheme": rule.scheme, **size, **layout}
 
     content = {
         "scheme": recipe.scheme,
@@ -212,9 +213,9 @@ def _layer(rule: Any, where: str) -> LayerRule:
             f"{where}: a layer rule without scheme, found {sorted(rule)}; "
             "null leaves its layers in 16 bits"
         )
-    match = _text(rule, "match", where)
+    match, roles = _text(rule, "match", where), _roles(rule, where)
     if match is None:
-        match = _roles(rule.get("roles"), where)
+        match = rf"\.({'|'.join(map(re.escape, roles))})$"
     try:
         re.compile(match)
     except re.error as error:
@@ -225,16 +226,19 @@ def _layer(rule: Any, where: str) -> LayerRule:
     if size not in (None, "channel") and (type(size) is not int or size < 1):
         raise QtoolError(f"{where}: group_size {size!r} is neither a positive number nor 'channel'")
     size = size if isinstance(size, int) else None
-    return LayerRule(match, _text(rule, "scheme", where), size, _text(rule, "layout", where))
+    scheme, layout = (_text(rule, key, where) for key in ("scheme", "layout"))
+    return LayerRule(match, scheme, size, layout, roles)
 
 
-def _roles(roles: Any, where: str) -> str:
-    """A regex for the names of linears whose last part is one of ``roles``."""
-    if not isinstance(roles, list) or not roles or not all(isinstance(r, str) for r in roles):
+def _roles(rule: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """The last parts of the names of linears that ``rule`` lists; none if it has ``match``."""
+    roles = rule.get("roles", [])
+    named = isinstance(roles, list) and all(isinstance(role, str) for role in roles)
+    if not named or bool(roles) != ("roles" in rule):
         raise QtoolError(
             f"{where}: roles must be a list of names like [v_proj, down_proj], found {roles!r}"
         )
-    return rf"\.({'|'.join(map(re.escape, roles))})$"
+    return tuple(roles)
 
 
 def _departures(data: Mapping[str, Any], where: str) -> tuple[Departure, ...]:

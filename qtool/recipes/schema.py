@@ -27,13 +27,18 @@ class Step:
 class LayerRule:
     """Assigns ``scheme`` to the linears whose full name matches the regex ``match``.
 
-    ``scheme=None`` leaves them in 16 bits; ``layout=None`` means row-major.
+    ``scheme=None`` leaves them in 16 bits; ``layout=None`` means row-major. ``roles`` are those
+    that ``match`` was made of; messages quote them.
     """
 
     match: str
     scheme: str | None
     group_size: int | None = None
     layout: str | None = None
+    roles: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"roles [{', '.join(self.roles)}]" if self.roles else f"match {self.match!r}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class Recipe:
         variant: ``fast``, ``paper`` or ``best`` for a built-in recipe; ``custom`` for a file.
         departures: points where the recipe differs from the paper.
         reason: why ``--target`` chose this recipe; empty if the user chose it.
-        adaptations: a sentence for each change made to fit the model, with its reason.
+        adaptations: a sentence for each change made to fit the model, with its reason, and one on
+            linears that no rule matches.
     """
 
     scheme: str

@@ -129,7 +129,10 @@ def test_a_file_with_variants_is_refused(mine: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([{"roles": ["foo_proj"], "scheme": "w4a16"}], r"rule 1 .*foo_proj.* matches no linear"),
+        (
+            [{"roles": ["foo_proj"], "scheme": "w4a16"}],
+            r"rule 1 \(roles \[foo_proj\]\) matches no linear",
+        ),
         ([{"match": "lm_head", "scheme": "w8a8"}], r"lm_head.* matches no .*head stay in 16 bits"),
         ([*RULES, {"match": "lm_head", "scheme": None}], r"rule 4 .*lm_head.* matches no linear"),
         ([*RULES[1:], RULES[0], {"match": "q_proj", "scheme": "w8a8"}], r"rule 3 .*never holds"),
@@ -141,6 +144,18 @@ def test_a_rule_that_changes_nothing_is_refused(rules: list[object], message: st
     if "never" not in message:
         assert "model.layers.0.self_attn.q_proj" in str(refused.value)
         assert "roles q_proj, k_proj" in str(refused.value)
+
+
+def test_linears_that_no_rule_matches_are_named() -> None:
+    def notes(*rules: object) -> tuple[str, ...]:
+        return Job.of(CONFIG, recipes.parse({"layers": list(rules)}, "mine")).notes
+
+    assert notes(*RULES) == ()
+    (said,) = notes(RULES[0])  # one of seven linears in each of six blocks
+    assert "model.layers.0.self_attn.q_proj and 35 more match no layer rule of mine" in said
+    seven = {"match": r"layers\.[0-4]\.|[qkvo]_proj|gate|up_proj", "scheme": "w4a16"}
+    (said,) = notes({**seven, "group_size": 64})
+    assert "bits: model.layers.5.mlp.down_proj matches no layer rule of mine" in said
 
 
 def test_a_recipe_that_quantizes_nothing_is_refused() -> None:

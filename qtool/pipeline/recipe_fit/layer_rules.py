@@ -1,13 +1,22 @@
-"""Checks that each layer rule of a recipe quantizes something.
-
-Otherwise a misspelt role would silently leave its layers in 16 bits.
-"""
+"""What a recipe's layer rules match: each a linear, or a misspelt role would do nothing unseen."""
 
 import re
 from collections.abc import Iterable
 
 from qtool.errors import QtoolError
 from qtool.recipes import Recipe
+
+
+def with_unmatched(recipe: Recipe, names: Iterable[str]) -> Recipe:
+    """``recipe``; ``Recipe.adaptations`` says which linears of ``names`` no rule matches."""
+    left = [] if recipe.built_in else [name for name in names if recipe.rule_of(name) is None]
+    if not left:
+        return recipe
+    which = f"{left[0]} and {len(left) - 1} more match" if left[1:] else f"{left[0]} matches"
+    return recipe.adapted(
+        f"in 16 bits: {which} no layer rule of {recipe.scheme}; a last rule match: '.*' takes all "
+        "that is left"
+    )
 
 
 def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
@@ -35,7 +44,7 @@ def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
         if not shadowed:
             return
     for number in shadowed:
-        rule = f"layer rule {number + 1} (match {recipe.layers[number].match!r})"
+        rule = f"layer rule {number + 1} ({recipe.layers[number]})"
         if number in unused:
             raise QtoolError(
                 f"{recipe.scheme}: {rule} matches no linear of the model; what may be quantized is "

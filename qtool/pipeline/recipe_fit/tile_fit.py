@@ -39,7 +39,8 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     for rule in recipe.layers:
         if roles := misfits.get(rule):
             bits = layouts.get(str(rule.layout)).bits
-            rules.append(replace(rule, match=f"({'|'.join(roles)})$", layout=BY_BITS[bits].name))
+            match, layout = f"({'|'.join(roles)})$", BY_BITS[bits].name
+            rules.append(replace(rule, match=match, roles=(), layout=layout))
             listed = ", ".join(role.replace("\\", "").replace("d+", "*") for role in roles)
             sentences.append(
                 f"layout {BY_BITS[bits].name} for {listed}: "
