@@ -521,7 +521,7 @@ FAULTS = [
             "tests/calibration/rounding/test_columns.py",
         ),
         (
-            "qtool/calibration/rounding/gptq/gptq.py",
+            "qtool/calibration/rounding/gptq/columns.py",
             "enumerate(errors[k] - error[k])",
             "enumerate(errors[k])",
             "tests/calibration/rounding/test_columns.py",

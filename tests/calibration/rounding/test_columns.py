@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.rounding.gptq import columns_triton
+from qtool.calibration.rounding.gptq.columns import sweep
 from qtool.calibration.rounding.gptq.factor import Factor
-from qtool.calibration.rounding.gptq.gptq import GptqOptions, descent_feedback, gptq, sweep
+from qtool.calibration.rounding.gptq.gptq import GptqOptions, descent_feedback, gptq
 from qtool.calibration.rounding.gptq.sparsegpt import prune
 from qtool.schemes import get
 from qtool.schemes.base import Grid

@@ -100,7 +100,7 @@ def sweep(
     keep: Tensor | None = None,
     panel: int = 128,
 ) -> Tensor:
-    """``gptq.sweep`` with a first dimension E on all and contiguous ``error``; codes are int16."""
+    """``columns.sweep`` of contiguous ``error``; codes are int16."""
     problems, n, columns = weight.shape
     weight, feedback, group = weight.contiguous(), feedback.contiguous(), group.contiguous()
     alone = zip(weight, error, feedback, strict=True)

@@ -1,0 +1,91 @@
+"""The sweep of GPTQ and of coordinate descent: rounds the columns in turn, a panel at a time.
+
+    v_k = nearest(t_k + sum_j e_j M_jk)
+
+over the columns j before k, or over all but k: :mod:`.gptq` has the formulas of t, e and M.
+
+Legend: E problems, N output channels, K input channels, G groups, b columns of a panel.
+"""
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from qtool.calibration.precision import stack
+from qtool.calibration.rounding.gptq import columns_triton
+from qtool.schemes.base import Grid
+
+
+def sweep(
+    weight: Tensor,
+    error: Tensor,
+    feedback: Tensor,
+    grid: Grid,
+    group: Tensor,
+    *,
+    causal: bool = False,
+    keep: Tensor | None = None,
+    panel: int = 128,
+) -> Tensor:
+    """One pass over the columns, a panel of them at a time.
+
+    Args:
+        weight: the targets ``[E, N, K]``, float32.
+        error: ``[E, N, K]``: zeros before the first pass; in place, the errors of the new codes.
+        feedback: ``M [E, K, K]``.
+        grid: of the groups, each field ``[E, N, G]``.
+        group: the group of each column ``[E, K]``.
+        causal: ``M`` is strictly upper (GPTQ's): a column gets the errors of those before it only.
+        keep: bool ``[E, N, K]``, False where the value must be zero (pruned); None: dense.
+        panel: columns of a panel; changes speed only.
+
+    Returns:
+        Codes ``[E, N, K]``, integral, in weight's dtype or, on a GPU, int16.
+    """
+    if columns_triton.runs_on(weight):
+        arguments = weight, error, feedback, grid, group
+        return columns_triton.sweep(*arguments, causal=causal, keep=keep, panel=panel)
+    codes = torch.empty_like(weight)
+    for start in range(0, weight.shape[2], panel):
+        columns = slice(start, start + panel)
+        before = slice(0, start) if causal else slice(None)
+        target = torch.empty_like(weight[:, :, columns])
+        # one by one: a batched product may add in another order
+        for one, own, its_error, m in zip(target, weight, error, feedback, strict=True):
+            torch.addmm(own[:, columns], its_error[:, before], m[before, columns], out=one)
+        groups = group[:, columns]
+        by_column = (
+            stack([one[:, at] for one, at in zip(getattr(grid, f.name), groups, strict=True)])
+            for f in fields(Grid)
+        )
+        codes[:, :, columns], error[:, :, columns] = round_panel(
+            target,
+            weight[:, :, columns],
+            error[:, :, columns],
+            feedback[:, columns, columns],
+            Grid(*by_column),
+            None if keep is None else keep[:, :, columns],
+        )
+    return codes
+
+
+def round_panel(
+    target: Tensor, weight: Tensor, error: Tensor, feedback: Tensor, grid: Grid, keep: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Codes and errors ``[E, N, b]`` of one panel; the fields of ``grid`` are ``[E, N, b]`` too.
+
+    It works on transposes, in which a column is contiguous.
+    """
+    target, weight, error, step, offset, low, high = (
+        t.permute(2, 0, 1).contiguous()  # [b, E, N]
+        for t in (target, weight, error, grid.step, grid.offset, grid.low, grid.high)
+    )
+    codes, errors = torch.empty_like(target), torch.empty_like(target)
+    for k in range(len(target)):
+        wanted = target[k] if keep is None else torch.where(keep[:, :, k], target[k], 0.0)
+        codes[k] = torch.round((wanted - offset[k]) / step[k]).clamp(low[k], high[k])
+        errors[k] = weight[k] - (codes[k] * step[k] + offset[k])
+        for e, change in enumerate(errors[k] - error[k]):
+            target[k + 1 :, e].addr_(feedback[e, k, k + 1 :], change)
+    return codes.permute(1, 2, 0), errors.permute(1, 2, 0)
