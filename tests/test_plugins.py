@@ -33,6 +33,7 @@ from qtool.runtime.dispatch import KERNELS, W8A8
 from qtool.schemes import SCHEMES, Scheme
 from qtool.schemes.w4a16 import Marlin
 from qtool.schemes.w8a8 import SmoothQuant
+from qtool.serving.partition import cuts_inputs
 from qtool.serving.preflight import require_servable
 from tests.conftest import MakeModel
 
@@ -539,6 +540,23 @@ def test_codes_of_three_bits_in_a_layout_of_their_own(
     monkeypatch.setattr(ThreeBit, "zero", 6)
     with pytest.raises(CheckFailed, match=r"^model\.layers\.0\.\S+: .* codes of 3 bits"):
         qtool.quantize(make_model(), "three-bit", out=tmp_path / "wide")
+
+
+class Float8Scales(Marlin):
+    """Four bits, with scales in float8."""
+
+    name = "float8-scales"
+
+    def fit_range(self, *given: Any, **clips: Any) -> dict[str, torch.Tensor]:
+        scale = super().fit_range(*given, **clips)["scale"]
+        return {"scale": scale.clamp(2.0**-16, 2.0**15).to(torch.float8_e5m2)}
+
+
+def test_parameters_may_be_stored_in_float8(make_model: MakeModel, tmp_path: Path) -> None:
+    qtool.register_scheme(Float8Scales)
+    out = qtool.quantize(make_model(), "float8-scales", recipe="fast", out=tmp_path / "out")
+    assert not [row for row in qtool.verify(out) if row.problem]
+    assert cuts_inputs(LinearFormat("float8-scales", None, "row-major", "bfloat16"), 256, 2)
 
 
 def test_a_layout_a_family_a_method_a_format_and_a_kernel(

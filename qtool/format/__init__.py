@@ -13,7 +13,7 @@ from qtool.format.checkpoint import (
     native_format,
     of_any_expert,
 )
-from qtool.format.linear import SLAB_ROWS, LinearFormat
+from qtool.format.linear import SLAB_ROWS, LinearFormat, same_bytes
 
 __all__ = [
     "NOTICE",
@@ -25,4 +25,5 @@ __all__ = [
     "Rule",
     "native_format",
     "of_any_expert",
+    "same_bytes",
 ]

@@ -152,6 +152,11 @@ class LinearFormat:
         return shared + slab * n // rows
 
 
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two stored tensors hold the same; ``torch.equal`` refuses float8 in one storage."""
+    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (a, b)))
+
+
 def forget() -> None:
     """Clear the caches of schemes and layouts by name, since one was registered again."""
     for remembered in (_parameters, _tensors, _slab_bytes):

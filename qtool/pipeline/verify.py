@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
-from qtool.format import LinearFormat, native_format
+from qtool.format import LinearFormat, native_format, same_bytes
 from qtool.io.integrity import changed_config, damaged_shards
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -108,7 +108,7 @@ def _linear(
     codes, params = linear.unpack()
     scheme.check(codes, params)
     for part, tensor in linear_format.pack(codes, params).items():
-        if not torch.equal(tensor, linear.stored()[part]):
+        if not same_bytes(tensor, linear.stored()[part]):
             raise CheckFailed(f"packing the unpacked {part} does not give the stored bytes")
     if linear.permutation is not None and not torch.equal(
         linear.permutation.sort().values.cpu(), torch.arange(linear.in_features, dtype=torch.int32)
