@@ -19,14 +19,16 @@ def why_unsupported(model_type: str) -> str:
 
     if is_listed("MASKED_LM") and not is_listed("MULTIMODAL_LM") and model_type not in DECODERS:
         return "an encoder; qtool quantizes decoder-only models"
-    known = model_type in configuration_auto.CONFIG_MAPPING_NAMES
-    if known and configuration_auto.CONFIG_MAPPING[model_type].is_encoder_decoder:
+    # the mapping, not its names alone: a plugin may have registered the type
+    configs = configuration_auto.CONFIG_MAPPING
+    known = configs[model_type] if model_type in configs else None  # noqa: SIM401  (get fails)
+    if known and known.is_encoder_decoder:
         return ENCODER_DECODER
     if is_listed("MULTIMODAL_LM"):
         return ""
     if is_listed("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ"):
         return ENCODER_DECODER
-    if is_listed("CAUSAL_LM"):
+    if is_listed("CAUSAL_LM") or (known and known in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING):
         return ""
     if is_listed("IMAGE_CLASSIFICATION", "ZERO_SHOT_IMAGE_CLASSIFICATION"):
         return "a vision model; qtool quantizes decoder-only language models"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from qtool import models, recipes
 from qtool.errors import QtoolError
@@ -82,6 +83,19 @@ def test_an_unsupported_architecture_is_told_what_it_is(model_type: str, what: s
     message = refusal({"model_type": model_type})
     assert re.match(f"unsupported architecture '{model_type}': {what}", message)
     assert all(name in message for family in FAMILIES for name in family.model_types)
+
+
+def test_a_type_that_only_a_plugin_registered_is_derived(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        monkeypatch.setattr(mapping, "_extra_content", {})
+    config = type("MineConfig", (LlamaConfig,), {"model_type": "mine"})
+    model = type("MineForCausalLM", (LlamaForCausalLM,), {"config_class": config})
+    AutoConfig.register("mine", config)
+    assert "no causal language model" in refusal({"model_type": "mine"})
+    AutoModelForCausalLM.register(config, model)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    family = family_of(config(**sizes, num_attention_heads=2, vocab_size=320))
+    assert family.derived and [*family.linears()] == [*LLAMA.linears()]
 
 
 def test_an_encoder_decoder_is_told_before_it_is_built() -> None:
