@@ -81,7 +81,7 @@ def by_place(block: Block, names: Iterable[str]) -> dict[str, dict[int, str]]:
 
 
 def inputs_of(block: Block, batch: Batch, *names: str, **extra: Any) -> list[Tensor]:
-    """The inputs ``[tokens, K]`` of submodules for one batch; empty if one was not called."""
+    """The inputs ``[tokens, K]`` of each name for one batch; empty if one was not called."""
     seen: dict[str, list[Tensor]] = {name: [] for name in names}
     observe(block, [batch], {name: parts.append for name, parts in seen.items()}, **extra)
     return _whole(seen, names)
