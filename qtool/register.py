@@ -6,6 +6,7 @@ Call these from the function that an entry point of the group ``qtool.plugins`` 
 
 from abc import ABCMeta
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,8 @@ def register_scheme(
     Args:
         scheme: a subclass of :class:`qtool.schemes.Scheme`; its ``name`` is the command line's.
         recipe: a YAML file or its content; by default every linear at the scheme's own group size,
-            in the row-major layout, rounded to nearest (``fast``) or by GPTQ (``paper``).
+            in the row-major layout, rounded to nearest (``fast``) or, if GPTQ takes the scheme, by
+            it (``paper``).
 
     Raises:
         QtoolError: it is no scheme, lacks an attribute or a function or has one of another type,
@@ -56,7 +58,8 @@ def register_scheme(
         for size in scheme.group_sizes:
             with checking(f"{scheme.name} at group size {size or 'channel'}"):
                 require_sound(scheme(size), probe(scheme(size)))
-    register_recipe(scheme.name, _plain_recipe(scheme) if recipe is None else recipe)
+        recipe = _plain_recipe(scheme) if recipe is None else recipe
+    register_recipe(scheme.name, recipe)
     plugins.add(SCHEMES, scheme.name, scheme, "scheme")
     forget()
 
@@ -195,10 +198,16 @@ def _require(given: Any, bases: tuple[type, ...], attributes: tuple[str, ...]) -
 
 
 def _plain_recipe(scheme: "type[Scheme]") -> dict[str, Any]:
-    size = scheme.default_group_size
+    from qtool.calibration.rounding.scales import float_scale
+    from qtool.schemes.protocol import probe
+
+    size, variants = scheme.default_group_size, {"fast": {"rounding": "rtn"}}
+    with suppress(QtoolError):  # gptq takes no scheme of several scales
+        float_scale(scheme().fit(probe(scheme())))
+        variants["paper"] = {"rounding": "gptq"}
     return {
         "scheme": scheme.name,
         "about": (scheme.__doc__ or "").strip().partition("\n")[0].rstrip("."),
         "layers": [{"match": ".*", "scheme": scheme.name, "group_size": size or "channel"}],
-        "variants": {"fast": {"rounding": "rtn"}, "paper": {"rounding": "gptq"}},
+        "variants": variants,
     }

@@ -559,6 +559,17 @@ def test_parameters_may_be_stored_in_float8(make_model: MakeModel, tmp_path: Pat
     assert cuts_inputs(LinearFormat("float8-scales", None, "row-major", "bfloat16"), 256, 2)
 
 
+def test_a_scheme_that_gptq_cannot_take_has_no_recipe_with_it() -> None:
+    def fit_range(self: Marlin, *given: Any, **clips: Any) -> dict[str, torch.Tensor]:
+        scale = Marlin.fit_range(self, *given, **clips)["scale"]
+        return {"scale": scale, "unused": torch.ones_like(scale)}
+
+    qtool.register_scheme(type("Two", (Marlin,), {"name": "two", "fit_range": fit_range}))
+    qtool.plan("demo", "two", recipe="fast")
+    with pytest.raises(QtoolError, match="two: no variant 'paper'; it has fast"):
+        qtool.plan("demo", "two", recipe="paper")
+
+
 def test_a_layout_a_family_a_method_a_format_and_a_kernel(
     make_model: MakeModel, tmp_path: Path
 ) -> None:

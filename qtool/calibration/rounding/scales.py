@@ -33,7 +33,8 @@ def float_scale(params: Params) -> str:
     if len(found) != 1:
         raise QtoolError(
             "gptq and distill fit one floating-point parameter, a scale that all values are "
-            f"proportional to; the scheme has {', '.join(found) or 'none'}"
+            f"proportional to; the scheme has {', '.join(found) or 'none'}: take the rounding rtn, "
+            "or one of your own"
         )
     return found[0]
 

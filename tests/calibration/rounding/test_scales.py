@@ -64,5 +64,5 @@ def test_scales_are_those_of_the_groups_one_by_one(
 def test_a_scheme_with_an_offset_in_float_is_refused() -> None:
     scale = torch.ones(2, 1)
     assert float_scale({"scale": scale, "zero": scale.to(torch.int8)}) == "scale"
-    with pytest.raises(QtoolError, match="proportional to; the scheme has scale, offset"):
+    with pytest.raises(QtoolError, match="the scheme has scale, offset: take the rounding rtn"):
         float_scale({"scale": scale, "offset": scale})
