@@ -305,6 +305,10 @@ def _header(specs: Mapping[str, Tensor]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, spec in specs.items():
+        if spec.dtype not in NAMES:  # of a plugin's scheme, layout or format
+            raise QtoolError(
+                f"{name}: {spec.dtype} cannot be stored; accepted: {', '.join(map(str, NAMES))}"
+            )
         header[name] = {
             "dtype": NAMES[spec.dtype],
             "shape": list(spec.shape),

@@ -166,6 +166,13 @@ def test_nothing_read_is_trusted(content: bytes, message: str, tmp_path: Path) -
         read_header(path)
 
 
+def test_a_dtype_that_no_file_holds_is_named(tmp_path: Path) -> None:
+    wrong = {"a.scale": torch.zeros(2, dtype=torch.complex64)}
+    with pytest.raises(QtoolError, match=r"a\.scale: torch\.complex64 cannot be stored; .*float32"):
+        write(tmp_path / "a.safetensors", wrong, wrong.items())
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_file_ends_where_its_header_says(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write(path, {"w": torch.zeros(4)}, [("w", torch.zeros(4))])
