@@ -101,19 +101,20 @@ def _data_set(given: Any) -> Documents:
     names = given.column_names
     if isinstance(names, dict):
         raise QtoolError(f"calibration data: pass one split of the data set: {', '.join(names)}")
-    column = next((name for name in text_files.COLUMNS if name in (names or ())), None)
+    columns = text_files.columns_of(names or ())
     if not hasattr(given, "__len__"):
         raise QtoolError(
             "calibration data: a data set is streamed; pass some of its rows, "
             "datasets.Dataset.from_list(list(data.take(1000)))"
         )
-    if column is None:
+    if not columns:
         found = f"the columns {', '.join(names)}" if names else "no columns"
         raise QtoolError(
             "calibration data: a data set with a column text or messages is expected, found "
             f"{found}"
         )
-    return _documents("data set", [row or "" for row in given[column]])
+    rows = given.select_columns(columns)
+    return _documents("data set", [text_files.content_of(row) or "" for row in rows])
 
 
 def _stack(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -1,5 +1,6 @@
 """Renders chats as text with the tokenizer's own chat template."""
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -8,10 +9,11 @@ from qtool.errors import QtoolError
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-#: ``{"role": ..., "content": ...}``, one a turn; the content is a text, or a list of parts
-Messages: TypeAlias = list[dict[str, Any]]
+#: ``messages``: ``{"role": ..., "content": ...}``, one a turn, the content a text or a list of
+#: parts; ``tools``: the schemas of the functions that the model may call, or None
+Chat: TypeAlias = dict[str, Any]
 #: a document or a chat
-Row: TypeAlias = str | Messages
+Row: TypeAlias = str | Chat
 
 
 def render(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", name: str) -> list[str]:
@@ -32,21 +34,46 @@ def render(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", name: str)
     ]
 
 
-def _rendered(messages: Messages, tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
+def _rendered(chat: Chat, tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
+    messages = chat["messages"]
     if not isinstance(messages, list) or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
     ):
         raise QtoolError(f'{name}: a list of messages with "role" and "content" is expected')
-    joined = [
-        m | {"content": _joined(m["content"], name)} if isinstance(m.get("content"), list) else m
-        for m in messages
-    ]
+    turns = [_turn(message, name) for message in messages]
+    tools = _parsed(chat.get("tools")) or None
     try:
-        return str(tokenizer.apply_chat_template(joined, tokenize=False))
+        return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False))
     except Exception as error:  # a template is the model author's program and may raise anything
         raise QtoolError(
             f"{name}: the tokenizer's chat template cannot render it ({error})"
         ) from error
+
+
+def _turn(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """``message`` as servers give it to a template."""
+    message = dict(message)
+    if isinstance(message.get("content"), list):
+        message["content"] = _joined(message["content"], name)
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return message
+
+
+def _call(call: Any) -> Any:
+    """``call`` of a tool with its arguments as a mapping; OpenAI's API has their JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    return call | {"function": function | {"arguments": _parsed(function.get("arguments"))}}
+
+
+def _parsed(value: Any) -> Any:
+    """What ``value`` says, if it is JSON; else ``value``."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _joined(parts: list[Any], name: str) -> str:

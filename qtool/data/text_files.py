@@ -3,14 +3,14 @@
 | ending              | rows                                                                |
 |---------------------|---------------------------------------------------------------------|
 | .raw                | one a line, blank ones empty: the rows of the hub's WikiText        |
-| .jsonl .json        | one a line: its "text", or the chat that is its "messages"          |
-| .parquet            | one a row: its column "text", or "messages"                         |
+| .jsonl .json        | one a line: its "text", or the chat of its "messages" and "tools"   |
+| .parquet            | one a row, likewise                                                 |
 | .txt, anything else | the whole file is one                                               |
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +23,8 @@ COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 ENDINGS = {".raw", ".jsonl", ".json", ".parquet", ".txt", ".utf8", ".md", *COMPRESSION}
 #: the key of a row's content, and the type of the content: a document or a chat
 COLUMNS = {"text": str, "messages": list}
+#: the key of what may be beside a chat
+TOOLS = "tools"
 
 
 def read(path: Path, part: tuple[int, int | None] = (0, None)) -> list[str]:
@@ -51,7 +53,7 @@ def rows(path: Path, part: tuple[int, int | None] = (0, None)) -> list[Row]:
         ) from None
     except (OSError, EOFError) as error:
         raise QtoolError(f"{path} cannot be read: {error}") from None
-    if not any(row.strip() if isinstance(row, str) else row for row in found):
+    if not any(row.strip() if isinstance(row, str) else row["messages"] for row in found):
         raise QtoolError(f"{path} holds no text")
     return found
 
@@ -126,17 +128,28 @@ def _row_of(line: str, path: Path, number: int) -> Row:
         ) from None
     except (ValueError, RecursionError) as error:  # also for thousands of digits or brackets
         raise QtoolError(f"{path} line {number} cannot be read: {error}") from None
-    if isinstance(row, dict):
-        for name, kind in COLUMNS.items():
-            if isinstance(row.get(name), kind):
-                return row[name]  # type: ignore[no-any-return]
-        found = _found(row)
-    else:
-        found = f"a {type(row).__name__}"
+    content = content_of(row) if isinstance(row, dict) else None
+    if content is not None:
+        return content
+    found = _found(row) if isinstance(row, dict) else f"a {type(row).__name__}"
     raise QtoolError(
         f'{path} line {number} has {found}, expected an object with a string "text" or a list '
         '"messages"'
     )
+
+
+def columns_of(names: Sequence[str]) -> list[str]:
+    """Those of the columns ``names`` that are read: that of the content first."""
+    content = [name for name in COLUMNS if name in names][:1]
+    return content + [TOOLS] * (content == ["messages"] and TOOLS in names)
+
+
+def content_of(row: dict[str, Any]) -> Row | None:
+    """The document or the chat of ``row``; None if it has none."""
+    for name, kind in COLUMNS.items():
+        if isinstance(row.get(name), kind):
+            return row[name] if kind is str else {name: row[name], TOOLS: row.get(TOOLS)}
+    return None
 
 
 def _found(row: dict[str, Any]) -> str:
@@ -154,18 +167,19 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            column = next((name for name in COLUMNS if name in names), None)
-            if column is None:
+            columns = columns_of(names)
+            if not columns:
                 raise QtoolError(
                     f'{path} has the columns {", ".join(names)}, expected "text" or "messages"'
                 )
-            for batch in file.iter_batches(batch_size=1024, columns=[column]):
-                for row in batch.column(0).to_pylist():
-                    if not isinstance(row, COLUMNS[column]):
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
+                for row in batch.to_pylist():
+                    content = content_of(row)
+                    if content is None:
                         raise QtoolError(
-                            f'{path} has {_found({column: row})}, expected a string "text" or a '
-                            'list "messages"'
+                            f'{path} has {_found(row)}, expected a string "text" or a list '
+                            '"messages"'
                         )
-                    yield row
+                    yield content
     except pyarrow.ArrowException as error:
         raise QtoolError(f"{path} is not a parquet file: {error}") from None

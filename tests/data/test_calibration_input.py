@@ -102,10 +102,34 @@ def test_text_parts_are_joined_and_others_refused(tokenizer: Any, monkeypatch: A
     """A template of texts would print a list as Python does."""
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     parts: list[Any] = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert render([[{"role": "user", "content": parts}]], tokenizer, "it") == ["<user>one\ntwo"]
-    image = [*parts, {"type": "image", "text": None}]
+    chat = {"messages": [{"role": "user", "content": parts}]}
+    assert render([chat], tokenizer, "it") == ["<user>one\ntwo"]
+    parts.append({"type": "image", "text": None})
     with pytest.raises(QtoolError, match=r"^it, chat 1: a part of a message is no text"):
-        render([[{"role": "user", "content": image}]], tokenizer, "it")
+        render([chat], tokenizer, "it")
+
+
+def test_tools_and_calls_are_rendered_as_servers_do(
+    tokenizer: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A call's arguments are JSON in chats of OpenAI's API, and a template writes a mapping."""
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for call in m.tool_calls or () %}{{ call.function.arguments.x + 1 }}{% endfor %}"
+        "{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [{"role": "assistant", "content": "a", "tool_calls": [call]}]
+    rows = [{"tools": tools, "messages": messages}, {"tools": None, "messages": CHATS[0]}]
+    expected = [json.dumps(tools) + "<assistant>a2", "null<user>who?<assistant>me"]
+    lines, table = tmp_path / "a.jsonl", tmp_path / "a.parquet"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    as_text = [row | {"tools": row["tools"] and json.dumps(row["tools"])} for row in rows]
+    for given in (lines, table, *map(datasets.Dataset.from_list, (rows, as_text))):
+        assert documents(given, tokenizer) == expected
 
 
 def test_chats_are_no_text_to_evaluate(tmp_path: Path) -> None:
