@@ -56,7 +56,7 @@ quantize() { # quantize NAME SCHEME: the demo or $DATA/NAME by $RECIPE, in $DATA
     local model=$DATA/$1 options=(--scheme "$2" --recipe "$RECIPE")
     [ "$1" = demo ] && model=demo
     [[ $2 = kv* ]] && options=(--scheme w4a8-lqq --recipe "$RECIPE" --kv "$2")
-    [[ $2 = kv* || $RECIPE != fast ]] && options+=(--calib demo)
+    [[ $2 = kv* || $2 = w4ax* || $RECIPE != fast ]] && options+=(--calib demo)
     [ "$RECIPE" = fast ] || options+=(--samples 32 --seqlen 256 --device cuda)
     [ -e "$DATA/$1-$2" ] || python3 -m qtool quantize "$model" "${options[@]}" --out "$DATA/$1-$2"
 }
