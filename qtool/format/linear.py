@@ -154,7 +154,8 @@ class LinearFormat:
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether two stored tensors hold the same; ``torch.equal`` refuses float8 in one storage."""
-    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (a, b)))
+    flat = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (a, b))
+    return a.shape == b.shape and torch.equal(*flat)
 
 
 def forget() -> None:
