@@ -114,7 +114,10 @@ def _data_set(given: Any) -> Documents:
             f"{found}"
         )
     rows = given.select_columns(columns)
-    return _documents("data set", [text_files.content_of(row) or "" for row in rows])
+    return _documents(
+        "data set",
+        [text_files.content_of(row, "data set") if row[columns[0]] else "" for row in rows],
+    )
 
 
 def _stack(rows: Sequence[Sequence[int]]) -> Tensor:

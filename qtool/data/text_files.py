@@ -128,14 +128,7 @@ def _row_of(line: str, path: Path, number: int) -> Row:
         ) from None
     except (ValueError, RecursionError) as error:  # also for thousands of digits or brackets
         raise QtoolError(f"{path} line {number} cannot be read: {error}") from None
-    content = content_of(row) if isinstance(row, dict) else None
-    if content is not None:
-        return content
-    found = _found(row) if isinstance(row, dict) else f"a {type(row).__name__}"
-    raise QtoolError(
-        f'{path} line {number} has {found}, expected an object with a string "text" or a list '
-        '"messages"'
-    )
+    return content_of(row, f"{path} line {number}")
 
 
 def columns_of(names: Sequence[str]) -> list[str]:
@@ -144,16 +137,24 @@ def columns_of(names: Sequence[str]) -> list[str]:
     return content + [TOOLS] * (content == ["messages"] and TOOLS in names)
 
 
-def content_of(row: dict[str, Any]) -> Row | None:
-    """The document or the chat of ``row``; None if it has none."""
-    for name, kind in COLUMNS.items():
-        if isinstance(row.get(name), kind):
-            return row[name] if kind is str else {name: row[name], TOOLS: row.get(TOOLS)}
-    return None
+def content_of(row: Any, name: str) -> Row:
+    """The document or the chat of ``row``.
+
+    Raises:
+        QtoolError: it has none; ``name`` says which row it is.
+    """
+    for key, kind in COLUMNS.items():
+        if isinstance(row, dict) and isinstance(row.get(key), kind):
+            return row[key] if kind is str else {key: row[key], TOOLS: row.get(TOOLS)}
+    raise QtoolError(
+        f'{name} has {_found(row)}, expected a row with a string "text" or a list "messages"'
+    )
 
 
-def _found(row: dict[str, Any]) -> str:
+def _found(row: Any) -> str:
     """A description of a row without a content: a content of another type, or other keys."""
+    if not isinstance(row, dict):
+        return f"a {type(row).__name__}"
     for name in COLUMNS:
         if name in row:
             return f'"{name}" of type {type(row[name]).__name__}'
@@ -173,13 +174,6 @@ def _parquet(path: Path) -> Iterator[Row]:
                     f'{path} has the columns {", ".join(names)}, expected "text" or "messages"'
                 )
             for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for row in batch.to_pylist():
-                    content = content_of(row)
-                    if content is None:
-                        raise QtoolError(
-                            f'{path} has {_found(row)}, expected a string "text" or a list '
-                            '"messages"'
-                        )
-                    yield content
+                yield from (content_of(row, str(path)) for row in batch.to_pylist())
     except pyarrow.ArrowException as error:
         raise QtoolError(f"{path} is not a parquet file: {error}") from None

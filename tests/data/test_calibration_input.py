@@ -96,6 +96,8 @@ def test_chats_need_a_template(tokenizer: Any, monkeypatch: Any) -> None:
         documents(data_set, tokenizer)
     with pytest.raises(QtoolError, match='a list of messages with "role"'):
         documents(datasets.Dataset.from_dict({"messages": [[{"a": 1}]]}), tokenizer)
+    with pytest.raises(QtoolError, match='data set has "messages" of type str, expected a row'):
+        documents(datasets.Dataset.from_dict({"messages": ["hi"]}), tokenizer)
 
 
 def test_text_parts_are_joined_and_others_refused(tokenizer: Any, monkeypatch: Any) -> None:

@@ -150,7 +150,7 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
 @pytest.mark.parametrize(("row", "kind"), [(5, "int"), (None, "NoneType")])
 def test_a_parquet_column_of_another_type(tmp_path, column, row, kind):
     parquet.write_table(pyarrow.table({column: [row]}), tmp_path / "b.parquet")
-    with pytest.raises(QtoolError, match=f'has "{column}" of type {kind}, expected a string'):
+    with pytest.raises(QtoolError, match=f'has "{column}" of type {kind}, expected a row with a'):
         corpora.load(str(tmp_path / "b.parquet"), split="train")
 
 
