@@ -175,7 +175,7 @@ def require_file(source: str) -> Path:
         QtoolError: ``source`` looks like the name of an unknown corpus, or like a text.
     """
     path = expand_home(source)  # the shell leaves the ~ of a.txt:16,~/b.txt:16
-    if not (os.path.isfile(path) or (is_corpus(source) and len(source) <= LONGEST)):
+    if not (os.path.exists(source and path) or (is_corpus(source) and len(source) <= LONGEST)):
         raise QtoolError(
             f"unknown corpus {shorten(source, 60, placeholder='...')!r}, and no such file: "
             f"{suggest(source, SOURCES)}" + "; a text itself is given in a list" * (" " in source)

@@ -154,12 +154,14 @@ def test_a_parquet_column_of_another_type(tmp_path, column, row, kind):
         corpora.load(str(tmp_path / "b.parquet"), split="train")
 
 
-def test_bad_parquet_column_and_directory(tmp_path):
+def test_bad_parquet_column_and_directory(tmp_path, monkeypatch):
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "b.parquet")
     with pytest.raises(QtoolError, match="has the columns body"):
         corpora.load(str(tmp_path / "b.parquet"), split="train")
-    with pytest.raises(QtoolError, match="is a directory"):
-        corpora.load(str(tmp_path), split="train")
+    monkeypatch.chdir(tmp_path.parent)
+    for directory in (str(tmp_path), tmp_path.name):
+        with pytest.raises(QtoolError, match="is a directory"):
+            corpora.load(directory, split="train")
 
 
 def test_bad_names(tmp_path):
