@@ -37,3 +37,9 @@ def test_packed_together_they_are_what_each_is(scheme: str, layout: str) -> None
     ):
         assert torch.equal(codes, expected) and codes.dtype == expected.dtype
         assert all(same_bytes(params[name], t) for name, t in kept.items())
+
+
+def test_stored_tensors_are_compared_by_shape_and_bytes() -> None:
+    one = torch.ones(2, 3)
+    assert same_bytes(one, one.T.contiguous().T) and same_bytes(one[0, 0], one[1, 1])
+    assert not same_bytes(one, one.T) and not same_bytes(one, one + 1)

@@ -1,4 +1,7 @@
-"""What a recipe's layer rules match: each a linear, or a misspelt role would do nothing unseen."""
+"""Checks that each layer rule of a recipe matches a linear; names linears that no rule matches.
+
+Otherwise a misspelt role would silently leave its layers in 16 bits.
+"""
 
 import re
 from collections.abc import Iterable
