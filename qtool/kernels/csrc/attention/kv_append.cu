@@ -85,16 +85,8 @@ struct alignas(16) Eight {
     Value v[8];
 };
 
-__device__ __forceinline__ u16 to_half(float v) {
-    u16 h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
-    return h;
-}
-__device__ __forceinline__ float of_half(u16 h) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
-}
+__device__ __forceinline__ u16 to_half(float v) { return float_as_half<kFloat16>(v); }
+__device__ __forceinline__ float of_half(u16 h) { return half_as_float(h, kFloat16); }
 
 // A scale in f16: positive and finite.
 __device__ __forceinline__ u16 stored(float scale) { return to_half(fminf(fmaxf(scale, 5.9604644775390625e-08f), 65504.f)); }
@@ -271,10 +263,8 @@ __device__ __forceinline__ void append(const Place& at, const bool (&active)[2])
 #endif
 
 extern "C" __global__ void __launch_bounds__(128, 4) kv_append(const __grid_constant__ Params p) {
-#if __CUDA_ARCH__ >= 900
     grid_wait();
     grid_release();
-#endif
     const int index = (blockIdx.x * 4 + threadIdx.x / 32) * kItems + threadIdx.x % 32 / kLanes;
     Place at{};
     const bool stored = index < p.items && find(p, index, at);

@@ -159,10 +159,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int split = blockIdx.x % p.splits, block = blockIdx.x / p.splits;
     const int row0 = block % p.row_tiles * kRows, bh = block / p.row_tiles, rows = p.group * p.queries;
-#if __CUDA_ARCH__ >= 900
     grid_wait();
     grid_release();
-#endif
     const Span span(p, bh, split, row0, lane);
     // A split without tokens writes a weight of 0: kv_combine does not use its values then.
     if (p.splits > 1 && span.begin >= span.end) {

@@ -7,10 +7,8 @@
 // weights. Parts without weight are not used, since their values were not written.
 extern "C" __global__ void __launch_bounds__(DIM < 32 ? 32 : DIM) kv_combine(const __grid_constant__ Params p) {
     __shared__ float weights[MOST_SPLITS];
-#if __CUDA_ARCH__ >= 900
     grid_wait();
     grid_release();
-#endif
     const u64 row = blockIdx.x;
     const int channel = threadIdx.x;
     const float2* const stats = reinterpret_cast<const float2*>(p.partial) + row * p.splits;

@@ -23,17 +23,11 @@ struct alignas(16) Eight {
     Element v[8];
 };
 
-__device__ __forceinline__ float of_half(u16 h) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
-}
+__device__ __forceinline__ float of_half(u16 h) { return half_as_float(h, kFloat16); }
 
 extern "C" __global__ void __launch_bounds__(128) kv_gather(const __grid_constant__ Params p) {
-#if __CUDA_ARCH__ >= 900
     grid_wait();
     grid_release();
-#endif
     const u32 index = blockIdx.x * 128 + threadIdx.x, heads = p.heads;
     const int piece = index % kPieces, head = index / kPieces % heads, which = index / kPieces / heads % 2;
     const int row = index / kPieces / heads / 2;

@@ -4,7 +4,7 @@
 // Legend: B sequences, Hkv kv heads, D head dimension, *capacity* tokens that a dense cache has
 // room for.
 #pragma once
-#include "common/ptx.cuh"
+#include "common/element.cuh"
 
 struct Params {
     const u16* query;    // [B, Hkv, rows, D], rows = group x queries; sequences query_stride apart
@@ -39,24 +39,4 @@ __device__ __forceinline__ float power_of_two(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-// One element of the query's and the output's dtype: 1 float16, 2 bfloat16.
-__device__ __forceinline__ float widen(u32 h) {
-#if DTYPE == 2
-    return __uint_as_float(h << 16);
-#else
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(static_cast<u16>(h)));
-    return f;
-#endif
-}
-__device__ __forceinline__ u16 narrow(float v) {
-    u16 h;
-#if DTYPE == 2
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
-#endif
-    return h;
 }

@@ -6,14 +6,10 @@
 
 // Two floats rounded to f16, `low` in the low half; and back.
 __device__ __forceinline__ u32 pack_halves(float low, float high) {
-    u32 d;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-    return d;
+    return pack_pair<kFloat16>(low, high);
 }
 __device__ __forceinline__ void unpack_halves(u32 pair, float& low, float& high) {
-    asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
-        : "=f"(low), "=f"(high)
-        : "r"(pair));
+    low = half_as_float(static_cast<u16>(pair), kFloat16), high = half_as_float(static_cast<u16>(pair >> 16), kFloat16);
 }
 
 // The lane's part of the query rows, unconverted, in the order of the key fragments' slots. They

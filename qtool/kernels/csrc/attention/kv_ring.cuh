@@ -26,10 +26,8 @@ struct Stage {
     __device__ __forceinline__ u32 parameters(int which) const { return address + 2 * kCodeBytes + which * kParamBytes; }
     __device__ __forceinline__ float parameter(int which, int token) const {
         u16 h;
-        float f;
         asm volatile("ld.shared.u16 %0, [%1];" : "=h"(h) : "r"(parameters(which) + 2 * token));
-        asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-        return f;
+        return half_as_float(h, kFloat16);
     }
     // Bits of the largest scale among the values: halves above 0 are ordered as their bits.
     __device__ __forceinline__ int largest_scale(int lane) const {

@@ -1,5 +1,6 @@
-// The number formats of the GEMMs' tensors, and their conversion from and to float. Loads
-// take the kind as an argument, since that of a scale or a bias may be known only at run time.
+// The number formats of tensors, and their conversion from and to float, which rounds to nearest
+// even. Loads take the kind as an argument, since that of a scale or a bias may be known only at run
+// time.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -14,6 +15,13 @@ __device__ __forceinline__ float half_as_float(u16 h, int kind) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
     return f;
 }
+template <int kKind>
+__device__ __forceinline__ u16 float_as_half(float v) {
+    u16 h;
+    if constexpr (kKind == kBfloat16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    return h;
+}
 
 // load_as_float reads item i of p. Its two parts, load_bits and as_float, can also be called apart:
 // several loads are then under way before the first conversion waits for its own.
@@ -25,7 +33,8 @@ __device__ __forceinline__ float as_float(u32 bits, int kind) {
 }
 __device__ __forceinline__ float load_as_float(const void* p, int i, int kind) { return as_float(load_bits(p, i, kind), kind); }
 
-// Rounds two floats to nearest even; `first` goes to the low half. cvt takes the high half first.
+// Rounds two floats at once; a conversion of one takes four times as long. `first` goes to the low
+// half. cvt takes the high half first.
 template <int kKind>
 __device__ __forceinline__ u32 pack_pair(float first, float second) {
     u32 r;

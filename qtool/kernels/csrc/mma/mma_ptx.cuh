@@ -19,17 +19,12 @@ __device__ __forceinline__ int swizzled_64(int row, int piece) { return row * 64
 //   b[0], b[1]  column c, first half and second half;
 //   d[0], d[1]  row c, columns 2 q and 2 q + 1;       d[2], d[3]  the same of row c + 8.
 // For mma_s4_k32 k is one half: it takes a[0], a[1] and b[0] alone.
-#define MMA_K32(name, types)                                                                                     \
-    __device__ __forceinline__ void name(int (&d)[4], const u32* a, const u32* b) {                             \
-        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." types                                              \
-                     ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                      \
-                     : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])                                            \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                        \
-    }
-MMA_K32(mma_s8, "s8.s8")
-MMA_K32(mma_u8, "u8.s8")
-#undef MMA_K32
-
+__device__ __forceinline__ void mma_s8(int (&d)[4], const u32* a, const u32* b) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
 __device__ __forceinline__ void mma_s4_k64(int (&d)[4], const u32* a, const u32* b) {
     asm volatile(
         "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
