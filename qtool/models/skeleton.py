@@ -8,7 +8,6 @@ import inspect
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,25 +62,6 @@ def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         patterns |= set(model._keep_in_fp32_modules or ())
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
-
-
-def is_rms_norm(module: nn.Module) -> bool:
-    """Whether ``module`` is a plain RMSNorm of transformers: ``x / rms(x) * weight``."""
-    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
-
-
-def fuse_norms(model: nn.Module) -> None:
-    """Run each plain RMSNorm of ``model`` as one kernel instead of six, which rounds once."""
-    for norm in model.modules():
-        if is_rms_norm(norm):
-            norm.forward = partial(rms_norm, norm)  # type: ignore[method-assign]
-
-
-def rms_norm(norm: nn.Module, hidden: Tensor) -> Tensor:
-    """The output of the plain RMSNorm ``norm`` as one kernel."""
-    weight: Any = norm.weight
-    epsilon: Any = norm.variance_epsilon
-    return nn.functional.rms_norm(hidden, weight.shape, weight, epsilon)
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""RMSNorms as torch's one kernel, which rounds once, at the end."""
+"""RMSNorms as one kernel of torch."""
 
 from functools import partial
 from typing import Any
@@ -6,10 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qtool.models.skeleton import is_rms_norm, rms_norm
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether ``module`` is a plain RMSNorm of transformers: ``x / rms(x) * weight``."""
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
-def one_kernel_norms(model: nn.Module) -> None:
+def fuse_norms(model: nn.Module) -> None:
     """Let the plain RMSNorms of ``model`` run as torch's one kernel instead of eight.
 
     It rounds once, at the end. While operators are intercepted (deterministic evaluation), the
@@ -23,4 +26,4 @@ def one_kernel_norms(model: nn.Module) -> None:
 def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
         return type(norm).forward(norm, hidden)
-    return rms_norm(norm, hidden)
+    return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)

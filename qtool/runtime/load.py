@@ -25,7 +25,7 @@ from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 from qtool.runtime.decode import graph_decoding
 from qtool.runtime.device import require_device
 from qtool.runtime.experts import group_experts
-from qtool.runtime.fused_norms import one_kernel_norms
+from qtool.runtime.fused_norms import fuse_norms
 from qtool.runtime.kv_cache import quantize_kv
 from qtool.runtime.merge import merge_linears
 from qtool.runtime.packed_kv import IMPORTANCE
@@ -106,7 +106,7 @@ def load_tensors(
 def _made_fast(model: PreTrainedModel) -> PreTrainedModel:
     """``model``, rewritten for speed if it is on a CUDA device."""
     if model.device.type == "cuda":
-        one_kernel_norms(model)
+        fuse_norms(model)
         group_experts(model)
         merge_linears(model)
         graph_decoding(model)

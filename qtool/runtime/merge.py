@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qtool.models import family_of
-from qtool.models.skeleton import is_rms_norm
+from qtool.runtime.fused_norms import is_rms_norm
 from qtool.runtime.linear import QuantLinear
 
 _NORMS_TAKEN: ContextVar[bool] = ContextVar("_NORMS_TAKEN", default=False)

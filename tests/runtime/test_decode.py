@@ -36,7 +36,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from qtool.models.cache_argument import CACHE
 from qtool.runtime import decode, range_attention, range_attention_triton
 from qtool.runtime.decode import Step, graph_decoding
-from qtool.runtime.fused_norms import one_kernel_norms
+from qtool.runtime.fused_norms import fuse_norms
 from qtool.runtime.merge import merge_linears
 from qtool.runtime.range_attention import (
     are_ranges,
@@ -339,7 +339,7 @@ def test_norms_round_once_but_not_where_operators_are_intercepted() -> None:
     x = torch.randn(3, 64).bfloat16()
     with deterministic_arithmetic():
         expected = norm(x)
-    one_kernel_norms(model)
+    fuse_norms(model)
     exact = torch.nn.functional.rms_norm(
         x.double(), (64,), norm.weight.double(), norm.variance_epsilon
     )
@@ -352,7 +352,7 @@ def test_norms_round_once_but_not_where_operators_are_intercepted() -> None:
 def test_a_step_of_a_packed_model_compiles_as_one_graph() -> None:
     """For those who want torch.compile: no operator of ours breaks the graph."""
     model = llama("w4a8-lqq", "dual-mma", layers=1)
-    one_kernel_norms(model)
+    fuse_norms(model)
     merge_linears(model)
     assert graph_decoding(model)
     forward = torch.compile(model.forward, fullgraph=True, backend="eager")

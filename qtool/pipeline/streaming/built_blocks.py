@@ -35,7 +35,7 @@ from qtool.io.read_ahead import ReadAhead
 from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
 from qtool.models.auto import float_config
-from qtool.models.skeleton import fill, fuse_norms, release, skeleton, stays_float32
+from qtool.models.skeleton import fill, release, skeleton, stays_float32
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import compute_dtype
 from qtool.pipeline.streaming.activations import Activations
@@ -47,6 +47,7 @@ from qtool.pipeline.streaming.method_checks import (
     require_stored,
 )
 from qtool.pipeline.streaming.snapshots import Snapshots
+from qtool.runtime.fused_norms import fuse_norms
 
 
 class BuiltBlocks:

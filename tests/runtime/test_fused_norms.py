@@ -1,4 +1,4 @@
-"""The skeleton's fused norms compute the same function, in copies of the module too."""
+"""Fused norms compute the same function, in copies of the module too."""
 
 import copy
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import GemmaConfig, LlamaConfig, Qwen3Config
 
-from qtool.models.skeleton import fuse_norms, skeleton
+from qtool.models.skeleton import skeleton
+from qtool.runtime.fused_norms import fuse_norms
 from tests.conftest import SMALL
 
 
