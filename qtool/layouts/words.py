@@ -20,13 +20,13 @@ def as_words(tensor: Tensor, word: torch.dtype) -> Tensor:
 
 def merge_nibbles(low: Tensor, high: Tensor) -> Tensor:
     """Merge codes ``low`` and ``high`` into bytes; bits above a code's four are dropped."""
-    mask = _repeat_byte(0x0F, low.dtype)
+    mask = _low_nibbles(low.dtype)
     return ((high & mask) << 4).bitwise_or_(low & mask)
 
 
 def split_nibbles(merged: Tensor, low: Tensor, high: Tensor) -> None:
     """Inverse of :func:`merge_nibbles`, into ``low`` and ``high``."""
-    mask = _repeat_byte(0x0F, merged.dtype)
+    mask = _low_nibbles(merged.dtype)
     low.copy_((merged & mask).view(low.shape))
     high.copy_((merged >> 4).bitwise_and_(mask).view(high.shape))
 
@@ -55,6 +55,6 @@ def _transpose(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def _repeat_byte(value: int, word: torch.dtype) -> int:
-    """The integer whose bytes are all ``value`` (below 0x80), as wide as ``word``."""
-    return int.from_bytes(bytes([value] * word.itemsize), "little")
+def _low_nibbles(word: torch.dtype) -> int:
+    """The mask of the low nibble of each byte of an integer ``word``."""
+    return int.from_bytes(b"\x0f" * word.itemsize)
