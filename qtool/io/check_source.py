@@ -90,7 +90,7 @@ def require_tied(source: Checkpoint, model: Architecture) -> None:
     head, embedding = f"{model.family.head}.weight", f"{model.family.embedding}.weight"
     if not model.tied or head not in source:
         return
-    pairs = zip(*(finite_rows(source, name, 4) for name in (head, embedding)), strict=True)
+    pairs = zip(*(finite_rows(source, name) for name in (head, embedding)), strict=True)
     if source.entry(head).shape != source.entry(embedding).shape or not all(
         torch.equal(a.to(b), b) for a, b in pairs
     ):

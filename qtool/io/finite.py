@@ -13,16 +13,10 @@ PIECE_BYTES = 64 << 20
 CPU = torch.device("cpu")
 
 
-def finite_rows(
-    source: Checkpoint, name: str, itemsize: int, device: torch.device = CPU
-) -> Iterator[Tensor]:
-    """The rows of matrix ``name`` on ``device``, in pieces of 64 MiB.
-
-    Args:
-        itemsize: bytes that a value will take.
-    """
+def finite_rows(source: Checkpoint, name: str, device: torch.device = CPU) -> Iterator[Tensor]:
+    """The rows of matrix ``name`` on ``device``, in pieces that have 64 MiB in float32."""
     rows, columns = source.entry(name).shape
-    step = max(1, PIECE_BYTES // (columns * itemsize))
+    step = max(1, PIECE_BYTES // (4 * columns))
     for start in range(0, rows, step):
         piece = source.read(name, slice(start, start + step), pinned=device.type == "cuda")
         yield require_finite(name, piece.to(device))

@@ -38,7 +38,7 @@ def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Ten
 
 
 def _rows(source: Checkpoint, name: str, device: torch.device) -> Iterator[Tensor]:
-    return map(_widened, finite_rows(source, name, 4, device))
+    return map(_widened, finite_rows(source, name, device))
 
 
 def _widened(tensor: Tensor) -> Tensor:
