@@ -10,16 +10,8 @@ from typing import Any
 
 import torch
 
-from qtool.bench.cuda_graphs import (
-    copies,
-    floor_us,
-    graph_us,
-)
-from qtool.bench.gemm_columns import (
-    COLUMNS,
-    DEFAULT_COLUMNS,
-    quantize_call,
-)
+from qtool.bench.cuda_graphs import copies, floor_us, graph_us
+from qtool.bench.gemm_columns import COLUMNS, quantize_call
 
 #: output and input channels of a layer's linears, by model
 MODELS = {
@@ -97,9 +89,7 @@ class Measurement:
 
 
 def gemm_table(
-    models: Iterable[str] = MODELS,
-    tokens: Iterable[int] = TOKENS,
-    columns: Sequence[str] = DEFAULT_COLUMNS,
+    models: Iterable[str], tokens: Iterable[int], columns: Sequence[str]
 ) -> list[Measurement]:
     """Measure ``columns`` on the layers of ``models`` at each number of tokens.
 

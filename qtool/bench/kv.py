@@ -133,7 +133,7 @@ HEAD = (
 )
 
 
-def kv_rows(shapes: Iterable[str] = SHAPES) -> list[list[str]]:
+def kv_rows(shapes: Iterable[str]) -> list[list[str]]:
     """Times of kv4 and kv8 on ``shapes`` (``BxTxHkvxHqxD``) beside their floor and SDPA's.
 
     The columns are those of :data:`HEAD`.

@@ -86,7 +86,7 @@ class BlockShape:
     schemes: Mapping[str, Scheme]
     samples: int
     seqlen: int
-    itemsize: int = 2
+    itemsize: int
 
     @property
     def pruned(self) -> set[str]:

@@ -209,7 +209,7 @@ def map_items(
 def map_groups(
     function: Callable[[Sequence[T]], Sequence[S]],
     items: Sequence[T],
-    cost: Callable[[T], float] = lambda _: 1.0,
+    cost: Callable[[T], float],
 ) -> list[S]:
     """:func:`map_items` for a ``function`` that takes all items of a rank at once."""
     if _world.size == 1:

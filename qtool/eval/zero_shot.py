@@ -51,7 +51,7 @@ def available_tasks(data_dir: str | Path | None = None) -> list[str]:
     return [demo_choice.NAME, *local_tasks.local_tasks(data_dir)]
 
 
-def all_tasks(data_dir: str | Path | None = None) -> list[str]:
+def all_tasks(data_dir: str | Path | None) -> list[str]:
     """The names that :func:`load` knows; tasks that need no network come first.
 
     The others are lm-eval's tasks, groups and tags, whose data comes from the hub or its cache.

@@ -98,9 +98,9 @@ def run(
 def repack(
     model: str | PathLike[str],
     out: Path,
-    layout: str | None = None,
+    layout: str | None,
     *,
-    progress: Progress | None = None,
+    progress: Progress | None,
 ) -> Quantized:
     """Import the quantized ``model`` (a directory or a hub id) into ``out`` in ``layout``."""
     directory = directory_of(model)

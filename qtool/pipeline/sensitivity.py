@@ -269,7 +269,7 @@ def write_recipe(
     recipe: str,
     text: "CalibrationMix | None",
     device: str,
-    progress: Progress | None = None,
+    progress: Progress | None,
 ) -> Sensitivity:
     """Write both files of :func:`sensitivity` for the model in ``directory``: see the public API.
 

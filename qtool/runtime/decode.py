@@ -63,7 +63,7 @@ class StaticTokens(StaticLayer):
     before its sliding ``window``, which the mask hides.
     """
 
-    def __init__(self, max_cache_len: int, window: int | None = None) -> None:
+    def __init__(self, max_cache_len: int, window: int | None) -> None:
         super().__init__(max_cache_len)
         self.window = window if window and window < max_cache_len else None
 

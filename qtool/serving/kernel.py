@@ -63,8 +63,8 @@ def require_kernel(
     linear_format: LinearFormat,
     n: int,
     k: int,
-    capability: tuple[int, int] | None = None,
-    dtype: torch.dtype | None = None,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype | None,
 ) -> Kernel:
     """The first kernel that takes a weight ``[n, k]``.
 

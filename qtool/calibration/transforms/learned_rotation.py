@@ -145,7 +145,7 @@ def descend(
     start: Tensor,
     steps: int,
     gradient_of: Callable[[Tensor, int], Tensor],
-    keeps_ones: bool = False,
+    keeps_ones: bool,
 ) -> Tensor:
     """``Q [h, n, n]``, float64, from the orthogonal ``start [h, n, n]``, on its device.
 

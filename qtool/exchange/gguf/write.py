@@ -57,7 +57,7 @@ def require_gguf() -> Any:
 
 
 def write_gguf(
-    work: Conversion, formats: Formats, facts: Json, out: Path, progress: Progress | None = None
+    work: Conversion, formats: Formats, facts: Json, out: Path, progress: Progress | None
 ) -> Json:
     """Write ``work``'s source into ``out``, as ``model.gguf`` with its model card and qtool.json.
 

@@ -63,7 +63,7 @@ def choose_experts(rows: int, experts: int, n: int, k: int, stage_bytes: int) ->
 
 @cache
 def choose_experts_half(
-    rows: int, experts: int, n: int, k: int, stage_bytes: int, *, scales_sums: bool = False
+    rows: int, experts: int, n: int, k: int, stage_bytes: int, *, scales_sums: bool
 ) -> Tile:
     """The tile for 16-bit tokens.
 

@@ -22,7 +22,7 @@ from qtool.recipes import Recipe
 WEIGHTS_PER_SECOND = 100e6
 
 
-def plan_repack(directory: Path, recipe: Recipe, layout: str | None = None) -> Plan:
+def plan_repack(directory: Path, recipe: Recipe, layout: str | None) -> Plan:
     """The plan of importing the quantized checkpoint in ``directory``.
 
     Args:
