@@ -24,9 +24,8 @@ from qtool.io.source import Checkpoint, resolve
 from qtool.models.cache_argument import CACHE
 from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.quantize import Calibration, quantize
+from qtool.recipes import VARIANTS
 from qtool.runtime.load import load
-
-RECIPES = ("fast", "paper", "best")
 
 
 @torch.no_grad()
@@ -65,7 +64,7 @@ def main() -> None:
     )
     parser.add_argument("model", help="a directory, or demo")
     parser.add_argument("--schemes", default="all", help="all, or names with commas")
-    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--recipes", default=",".join(VARIANTS))
     parser.add_argument(
         "--kv", default="none", help="KV-cache quantizers with commas, each for every row"
     )

@@ -24,17 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import DEVICE, HELD_OUT, dequantized, each_alone
+from peers import DEVICE, HELD_OUT, dequantized, each_alone, show
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.bench import quantize as bench
 from qtool.bench.random_checkpoint import config_of, make
-from qtool.bench.stored import store
 from qtool.calibration.rounding.distill.distill import Distill
 from qtool.io.source import Checkpoint
-from qtool.table import render
 
 TOOLS = {"qtool": "w4a16", "qtool-lqq": "w4a8-lqq", "auto-round": "W4A16"}
 #: AutoRound's default sequences a step
@@ -87,11 +85,7 @@ def main() -> None:
         f"{arguments.shape}, {arguments.layers} blocks, {arguments.samples} x {arguments.seqlen} "
         f"tokens, {steps(arguments)} steps of {BATCH} sequences"
     )
-    head = ("tool", "in all, s", "each block, s", "device GB", "error")
-    print(title)
-    print(render(head, rows))
-    if arguments.json:
-        store(arguments.json, {"title": title, "head": head, "rows": rows}, device=DEVICE)
+    show(title, ("tool", "in all, s", "each block, s", "device GB", "error"), rows, arguments.json)
 
 
 def steps(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +82,15 @@ def main() -> None:
         f"{arguments.shape}, {arguments.layers} blocks, W4A16 g128, {arguments.samples} x "
         f"{arguments.seqlen} tokens"
     )
-    head = ("tool", "s", "device GB", "mean layer error", "largest")
+    show(title, ("tool", "s", "device GB", "mean layer error", "largest"), rows, arguments.json)
+
+
+def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], keep: Path | None) -> None:
+    """Print a table with its title, and store it in ``keep`` if that is given."""
     print(title)
     print(render(head, rows))
-    if arguments.json:
-        store(arguments.json, {"title": title, "head": head, "rows": rows}, device=DEVICE)
+    if keep:
+        store(keep, {"title": title, "head": head, "rows": rows}, device=DEVICE)
 
 
 def each_alone(tools: Iterable[str], work: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from qtool.bench.random_checkpoint import UNTOUCHED
 from qtool.io.safetensors import write, write_json
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -46,7 +47,6 @@ TINY = {
     "num_key_value_heads": 4,
     "vocab_size": 320,
 }
-UNTOUCHED = {"scheme": "none", "layers": [{"match": ".*", "scheme": None}]}
 
 
 def make(directory: Path, gigabytes: float, config: dict[str, Any]) -> None:

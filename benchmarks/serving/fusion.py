@@ -11,11 +11,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor
 
+from qtool.bench.cuda_graphs import graph_us
 from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.activation.quantize_residual_norm import quantize_residual_norm
 from qtool.serving.bench import LONG, SHORT, timed
@@ -60,32 +60,13 @@ def pairs(m: int, k: int) -> Iterator[tuple[str, Callable[[], object], Callable[
     )
 
 
-def replayed_us(call: Callable[[], object], calls: int = 20, repeats: int = 50) -> float:
-    """Microseconds of a call in a CUDA graph of many calls."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    found = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(1000 * start.elapsed_time(end) / calls)
-    return median(found)
-
-
 def kernels() -> None:
     """Time each pair at the widths of an 8B model."""
     rows = []
     for k in (4096, 14336):
         for m in (1, 16, 64, 256, 4096):
             for name, unfused, fused in pairs(m, k):
-                times = replayed_us(unfused), replayed_us(fused)
+                times = (graph_us([call] * 20, replays=50) for call in (unfused, fused))
                 rows.append((name, str(k), str(m), *(f"{us:.2f}" for us in times)))
     print(render(("pair", "K", "M", "unfused us", "fused us"), rows))
 
