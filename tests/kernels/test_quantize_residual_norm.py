@@ -96,5 +96,5 @@ def test_refuses_in_one_sentence() -> None:
         quantize_residual_norm(x, x[:, :32].contiguous(), None, norm, EPSILON)
     with pytest.raises(QtoolError, match="residual is torch"):
         quantize_residual_norm(x, x.bfloat16(), None, norm, EPSILON)
-    with pytest.raises(QtoolError, match="norm has shape"):
+    with pytest.raises(QtoolError, match="quantize_residual_norm: norm has shape"):
         quantize_residual_norm(x, x, None, norm[:32], EPSILON)

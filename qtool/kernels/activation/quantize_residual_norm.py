@@ -55,7 +55,7 @@ class QuantizeResidualNorm(NamedTuple):
         return QuantizeActivation(self.x, self.order, self.norm, "rms-norm", self.epsilon)
 
     def require(self) -> None:
-        self.alone.require()
+        self.alone.require(OP)
         shape = (self.x.shape[0], self.x.shape[1])
         require_tensors(OP, self.x.device, {"residual": (self.residual, shape, (self.x.dtype,))})
 
