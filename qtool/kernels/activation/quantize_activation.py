@@ -74,21 +74,8 @@ class QuantizeActivation(NamedTuple):
         return self.x.shape[1] // (2 if self.fusion == "silu-up" else 1)
 
     def require(self, op: str = "quantize_activation") -> None:
-        x, fusion = self.x, self.fusion
-        if fusion not in FUSIONS:
-            raise QtoolError(f"{op}: unknown fusion {fusion!r}: {suggest(fusion, FUSIONS)}")
-        if x.dim() != 2:
-            raise QtoolError(f"{op}: x is {x.dim()}-D; expected [M, K]")
-        (m, width), k = x.shape, self.k
         step = SPAN if self.rotated else 8
-        if k % step or k == 0 or k > MOST_CHANNELS or (fusion == "silu-up" and width % 16):
-            raise QtoolError(f"{op}: K = {k}; expected a multiple of {step} up to {MOST_CHANNELS}")
-        expected: dict[str, Expected] = {
-            "x": (x, (m, width), FLOATS),
-            "order": (self.order, None if self.order is None else (k,), (torch.int32,)),
-            "norm": (self.norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
-        }
-        require_tensors(op, x.device, expected)
+        require_inputs(op, self.x, self.order, self.norm, self.fusion, step)
 
     def empty(self) -> tuple[Tensor, Tensor, Tensor]:
         x, m = self.x, self.x.shape[0]
@@ -116,6 +103,30 @@ class QuantizeActivation(NamedTuple):
 
 
 quantize_activation = operator("quantize_activation", QuantizeActivation)
+
+
+def require_inputs(
+    op: str, x: Tensor, order: Tensor | None, norm: Tensor | None, fusion: str, step: int
+) -> None:
+    """Refuse an unknown fusion, a K that is no multiple of ``step``, and tensors that do not fit.
+
+    Args:
+        op: name of the op for messages; the tensors are those of :class:`QuantizeActivation`.
+    """
+    if fusion not in FUSIONS:
+        raise QtoolError(f"{op}: unknown fusion {fusion!r}: {suggest(fusion, FUSIONS)}")
+    if x.dim() != 2:
+        raise QtoolError(f"{op}: x is {x.dim()}-D; expected [M, K]")
+    width, parts = x.shape[1], 2 if fusion == "silu-up" else 1
+    k = width // parts
+    if k % step or k == 0 or k > MOST_CHANNELS or width % parts:
+        raise QtoolError(f"{op}: K = {k}; expected a multiple of {step} up to {MOST_CHANNELS}")
+    expected: dict[str, Expected] = {
+        "x": (x, tuple(x.shape), FLOATS),
+        "order": (order, None if order is None else (k,), (torch.int32,)),
+        "norm": (norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
+    }
+    require_tensors(op, x.device, expected)
 
 
 def fused(

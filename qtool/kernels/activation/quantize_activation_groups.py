@@ -21,14 +21,13 @@ from qtool.kernels.activation.arrangement import ARRANGEMENTS, SPAN, arrange
 from qtool.kernels.activation.quantize_activation import (
     FUSIONS,
     IN_REGISTERS,
-    MOST_CHANNELS,
     RowPlan,
     fused,
+    require_inputs,
     row_definition,
 )
 from qtool.kernels.build import Build, Source
-from qtool.kernels.checks import Expected, require_tensors
-from qtool.kernels.dtypes import FLOATS
+from qtool.kernels.checks import require_tensors
 from qtool.kernels.launch import pointers
 from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.activation import quantize_groups
@@ -69,28 +68,17 @@ class QuantizeActivationGroups(NamedTuple):
         return self.x.shape[1] // (2 if self.fusion == "silu-up" else 1)
 
     def require(self) -> None:
-        op, x, fusion, group_size = OP, self.x, self.fusion, self.group_size
-        if fusion not in FUSIONS:
-            raise QtoolError(f"{op}: unknown fusion {fusion!r}: {suggest(fusion, FUSIONS)}")
+        op, group_size = OP, self.group_size
         if self.arrangement not in ARRANGEMENTS:
             known = suggest(self.arrangement, ARRANGEMENTS)
             raise QtoolError(f"{op}: unknown arrangement {self.arrangement!r}: {known}")
         if group_size not in GROUP_SIZES:
             raise QtoolError(f"{op}: no group size {group_size}; accepted: {GROUP_SIZES}")
-        if x.dim() != 2:
-            raise QtoolError(f"{op}: x is {x.dim()}-D; expected [M, K]")
-        (m, width), k = x.shape, self.k
         step = max(SPAN, group_size or 0)
-        if k % step or k == 0 or k > MOST_CHANNELS or (fusion == "silu-up" and width % 2):
-            raise QtoolError(f"{op}: K = {k}; expected a multiple of {step} up to {MOST_CHANNELS}")
-        groups = None if self.eight_bit is None else (k // (group_size or k),)
-        expected: dict[str, Expected] = {
-            "x": (x, (m, width), FLOATS),
-            "order": (self.order, None if self.order is None else (k,), (torch.int32,)),
-            "norm": (self.norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
-            "eight_bit": (self.eight_bit, groups, (torch.uint8,)),
-        }
-        require_tensors(op, x.device, expected)
+        require_inputs(op, self.x, self.order, self.norm, self.fusion, step)
+        groups = None if self.eight_bit is None else (self.k // (group_size or self.k),)
+        eight_bit = (self.eight_bit, groups, (torch.uint8,))
+        require_tensors(op, self.x.device, {"eight_bit": eight_bit})
 
     def empty(self) -> tuple[Tensor, Tensor]:
         codes = self.x.new_empty((self.x.shape[0], self.k), dtype=torch.int8)
