@@ -230,6 +230,7 @@ def test_opcheck(name: str) -> None:
         ({"pages": torch.zeros(15, 2, 65, dtype=torch.uint8)}, r"expected uint8 \[N, 2, 2560\]"),
         ({"lengths": torch.zeros(4)}, "lengths is torch.float32"),
         ({"k_offset": torch.zeros(2, 16)}, "k_offset has shape"),
+        ({"window": -1}, "kv_attention_paged: softcap 0.0 and window -1"),
     ],
 )
 def test_refuses_in_one_sentence(change: dict[str, Any], message: str) -> None:

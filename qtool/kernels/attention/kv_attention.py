@@ -84,10 +84,7 @@ class KvAttention(NamedTuple):
         (batch, heads, queries, dim), device = query.shape, query.device
         require_tensors(OP, device, {"query": (query, tuple(query.shape), HALF)})
         kv_heads = self.k_codes.shape[1] if self.k_codes.dim() == 4 else 0
-        if kv_heads == 0 or heads % kv_heads:
-            raise QtoolError(
-                f"{OP}: {heads} query heads over {kv_heads} kv heads; expected a multiple"
-            )
+        require_scores(OP, heads, kv_heads, self.softcap, self.window)
         for part in (keys, self.values):
             part.require(batch, kv_heads, dim, device)
         k, v = self.k_codes, self.v_codes
@@ -102,10 +99,6 @@ class KvAttention(NamedTuple):
         if mask is not None:
             seen = mask.shape[2] if mask.dim() == 3 else 0
             require_tensors(OP, device, {"mask": (mask, (batch, queries, seen), (torch.bool,))})
-        if self.softcap < 0 or self.window < 0:
-            raise QtoolError(
-                f"{OP}: softcap {self.softcap} and window {self.window}; expected 0 (none) or more"
-            )
 
     def empty(self) -> Tensor:
         return torch.empty_like(self.query)
@@ -154,6 +147,14 @@ class KvAttention(NamedTuple):
 
 
 kv_attention = operator(OP, KvAttention)
+
+
+def require_scores(op: str, heads: int, kv_heads: int, softcap: float, window: int) -> None:
+    """Refuse query heads that do not share kv heads evenly, and a cap or window below 0."""
+    if kv_heads == 0 or heads % kv_heads:
+        raise QtoolError(f"{op}: {heads} query heads over {kv_heads} kv heads; expected a multiple")
+    if softcap < 0 or window < 0:
+        raise QtoolError(f"{op}: softcap {softcap} and window {window}; expected 0 (none) or more")
 
 
 class Launch(NamedTuple):

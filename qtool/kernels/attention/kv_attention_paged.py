@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.attention.kv_attention import KvAttention, Launch
+from qtool.kernels.attention.kv_attention import KvAttention, Launch, require_scores
 from qtool.kernels.attention.kv_plan import Plan
 from qtool.kernels.attention.packed_cache import TOKENS, require_lengths
 from qtool.kernels.attention.paged_cache import PagedCache, require_table, require_tokens
@@ -70,10 +70,7 @@ class KvAttentionPaged(NamedTuple):
                 f"{OP}: query has strides {query.stride()}; its heads must be adjacent"
             )
         kv_heads = self.pages.shape[1] if self.pages.dim() == 3 else 0
-        if kv_heads == 0 or heads % kv_heads:
-            raise QtoolError(
-                f"{OP}: {heads} query heads over {kv_heads} kv heads; expected a multiple"
-            )
+        require_scores(OP, heads, kv_heads, self.softcap, self.window)
         self.cache.require(kv_heads, device)
         require_table(OP, self.table, batch, device)
         require_lengths(OP, self.lengths, batch, device)
@@ -84,10 +81,6 @@ class KvAttentionPaged(NamedTuple):
         room = self.table.shape[1] * TOKENS
         if not 0 <= self.tokens <= room:
             raise QtoolError(f"{OP}: {self.tokens} tokens; the table has room for {room}")
-        if self.softcap < 0 or self.window < 0:
-            raise QtoolError(
-                f"{OP}: softcap {self.softcap} and window {self.window}; expected 0 (none) or more"
-            )
 
     def empty(self) -> None:
         return None

@@ -67,10 +67,7 @@ class PackedCache:
                 f"{self.op}: {self.name}codes is {self.codes.dtype} {tuple(self.codes.shape)}; "
                 "expected uint8 [B, H, C, D/2] (kv4) or int8 [B, H, C, D] (kv8)"
             )
-        if dim % 16 or not 16 <= dim <= MOST_CHANNELS:
-            raise QtoolError(
-                f"{self.op}: head dimension {dim}; expected a multiple of 16 up to {MOST_CHANNELS}"
-            )
+        require_head_dim(self.op, dim)
         if self.capacity % TOKENS:
             raise QtoolError(
                 f"{self.op}: room for {self.capacity} tokens; expected a multiple of {TOKENS}"
@@ -91,6 +88,14 @@ class PackedCache:
             f"{self.name}zero": (self.zero, parameter if four else None, (torch.float16,)),
         }
         require_tensors(self.op, device, expected)
+
+
+def require_head_dim(op: str, dim: int) -> None:
+    """Refuse a head dimension that no kernel has."""
+    if dim % 16 or not 16 <= dim <= MOST_CHANNELS:
+        raise QtoolError(
+            f"{op}: head dimension {dim}; expected a multiple of 16 up to {MOST_CHANNELS}"
+        )
 
 
 def require_lengths(op: str, lengths: Tensor | None, batch: int, device: torch.device) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.attention.packed_cache import MOST_CHANNELS, TOKENS, PackedCache
+from qtool.kernels.attention.packed_cache import TOKENS, PackedCache, require_head_dim
 from qtool.kernels.checks import require_tensors
 from qtool.kernels.dtypes import HALF
 
@@ -88,10 +88,7 @@ class PagedCache:
     def require(self, heads: int, device: torch.device) -> None:
         """Refuse pages of another layout, and scales that do not fit."""
         pages, dim = self.pages, self.dim
-        if dim % 16 or not 16 <= dim <= MOST_CHANNELS:
-            raise QtoolError(
-                f"{self.op}: head dimension {dim}; expected a multiple of 16 up to {MOST_CHANNELS}"
-            )
+        require_head_dim(self.op, dim)
         size = head_bytes(self.bits, dim)
         fits = pages.dim() == 3 and pages.shape[1:] == (heads, size)
         if not fits or pages.dtype != torch.uint8 or pages.device != device:
