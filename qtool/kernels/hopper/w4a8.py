@@ -27,6 +27,7 @@ from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.gemm import Operand, Weight, run
 from qtool.kernels.hopper.tiles import TABLE, Tile, choose
 from qtool.kernels.op import operator
+from qtool.layouts.base import Layout
 from qtool.layouts.dual_mma import DUAL_MMA
 from qtool.schemes.arithmetic.products import int_matmul, scaled
 
@@ -106,19 +107,36 @@ class W4A8Gemm(NamedTuple):
                 f"{op}: x is {self.x.dim()}-D and qweight {self.qweight.dim()}-D; "
                 "expected [M, K] and [N/64, K/64, 2048]"
             )
-        (m, k), n = self.x.shape, self.qweight.shape[0] * 64
+        k, n = self.x.shape[1], self.qweight.shape[0] * 64
+        if k % 64 or (group_size and k % group_size):
+            raise QtoolError(f"{op}: K = {k} is not a multiple of {max(64, group_size or 0)}")
+        level2 = None if group_size is None else (n // 64, k // group_size, 64)
+        self.require_operands(op, n, (n // 64, k // 64, 2048), torch.uint8, level2)
+
+    def require_operands(
+        self,
+        op: str,
+        n: int,
+        stored: tuple[int, ...],
+        dtype: torch.dtype,
+        level2: tuple[int, ...] | None,
+    ) -> None:
+        """Refuse tensors that do not fit N = ``n``, and a K beyond what int32 sums hold.
+
+        Args:
+            stored: shape of ``qweight`` in its layout, and ``dtype`` its dtype.
+            level2: shape of the level-2 parameters in the layout; None: the scheme has none.
+        """
+        (m, k), scheme = self.x.shape, self.scheme
         if k > MOST_CHANNELS:
             raise QtoolError(
                 f"{op}: K = {k}; the int32 sums are exact up to {MOST_CHANNELS} input channels"
             )
-        if k % 64 or (group_size and k % group_size):
-            raise QtoolError(f"{op}: K = {k} is not a multiple of {max(64, group_size or 0)}")
-        level2 = None if group_size is None else (n // 64, k // group_size, 64)
         zero = {"w4a8-lqq": None, "w4a8-qoq-g128": level2, "w4a8-qoq": (n,)}[scheme]
         expected: dict[str, Expected] = {
             "x": (self.x, (m, k), (torch.int8,)),
             "sx": (self.sx, (m,), (torch.float32,)),
-            "qweight": (self.qweight, (n // 64, k // 64, 2048), (torch.uint8,)),
+            "qweight": (self.qweight, stored, (dtype,)),
             "s1": (self.s1, (n,), FLOATS),
             "s2": (self.s2, level2, (torch.uint8,)),
             "offset": (self.offset, level2 if scheme == "w4a8-lqq" else None, (torch.uint8,)),
@@ -133,14 +151,20 @@ class W4A8Gemm(NamedTuple):
         return self.x.new_empty((self.x.shape[0], n), dtype=self.out_dtype)
 
     def reference(self) -> Tensor:
-        x, n = self.x, self.qweight.shape[0] * 64
-        codes = DUAL_MMA.unpack({"qweight": self.qweight}, n, x.shape[1], signed=False)
+        return self.product(DUAL_MMA, self.qweight.shape[0] * 64)
+
+    def product(self, layout: Layout, n: int) -> Tensor:
+        """The exact result for a weight of ``n`` output channels in ``layout``."""
+        x = self.x
+        codes = layout.unpack({"qweight": self.qweight}, n, x.shape[1], signed=False)
         groups = {"s2": self.s2, "offset": self.offset, "zero": self.zero}
         if self.scheme == "w4a8-qoq":
-            sums = channel_sums(x, codes, self.zero, self.token_sum)
+            assert self.zero is not None
+            sums = int_matmul(x, codes.to(torch.int8))
+            sums -= self.token_sum[:, None] * self.zero.to(torch.int32)
         else:
             params = {"s1": self.s1} | {
-                name: DUAL_MMA.unpack_group(t, n) for name, t in groups.items() if t is not None
+                name: layout.unpack_group(t, n) for name, t in groups.items() if t is not None
             }
             scheme: Any = schemes.get(self.scheme, self.group_size)
             sums = int_matmul(x, scheme.level2(codes, params))
@@ -174,12 +198,6 @@ def packed_weight(
     if scheme == "w4a8-qoq":
         return Weight(s1, qweight=qweight, zero1=zero)
     return Weight(s1, qweight=qweight, scale2=s2, offset2=offset if scheme == "w4a8-lqq" else zero)
-
-
-def channel_sums(x: Tensor, codes: Tensor, zero: Tensor | None, token_sum: Tensor) -> Tensor:
-    """QoQ's int32 sums ``[M, N]`` with a zero point per output channel (QServe 4.2.2)."""
-    assert zero is not None
-    return int_matmul(x, codes.to(torch.int8)) - token_sum[:, None] * zero.to(torch.int32)
 
 
 def require_scheme(op: str, scheme: str, group_size: int | None, out_dtype: torch.dtype) -> None:

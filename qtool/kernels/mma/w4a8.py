@@ -9,22 +9,18 @@ parameters uint8 ``[K/g, N]`` in the layout's order, s1 ``[N]``, zero uint8 ``[N
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtool import schemes
 from qtool.errors import QtoolError
 from qtool.kernels.build import Build
-from qtool.kernels.checks import Expected, require_tensors
-from qtool.kernels.dtypes import FLOATS
-from qtool.kernels.hopper.w4a8 import MOST_CHANNELS, SCHEMES, channel_sums, require_scheme
+from qtool.kernels.hopper.w4a8 import SCHEMES, W4A8Gemm, require_scheme
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma.gemm import MmaOperand, MmaWeight
 from qtool.kernels.op import operator
 from qtool.layouts.compute_aware import COMPUTE_AWARE
-from qtool.schemes.arithmetic.products import int_matmul, scaled
 
 
 def operand(scheme: str, group_size: int | None) -> MmaOperand:
@@ -88,57 +84,26 @@ class W4A8MmaGemm(NamedTuple):
     out_dtype: torch.dtype
 
     def require(self) -> None:
-        op, scheme, group_size = "w4a8_mma_gemm", self.scheme, self.group_size
-        require_scheme(op, scheme, group_size, self.out_dtype)
+        op, group_size = "w4a8_mma_gemm", self.group_size
+        require_scheme(op, self.scheme, group_size, self.out_dtype)
         if self.x.dim() != 2 or self.qweight.dim() != 2:
             raise QtoolError(
                 f"{op}: x is {self.x.dim()}-D and qweight {self.qweight.dim()}-D; "
                 "expected [M, K] and [N, K/2]"
             )
-        (m, k), n = self.x.shape, len(self.qweight)
-        if k > MOST_CHANNELS:
-            raise QtoolError(
-                f"{op}: K = {k}; the int32 sums are exact up to {MOST_CHANNELS} input channels"
-            )
+        k, n = self.x.shape[1], len(self.qweight)
         if n % 32 or k % max(32, group_size or 0):
             raise QtoolError(
                 f"{op}: N = {n} and K = {k} must be multiples of 32 and {max(32, group_size or 0)}"
             )
         level2 = None if group_size is None else (k // group_size, n)
-        zero = {"w4a8-lqq": None, "w4a8-qoq-g128": level2, "w4a8-qoq": (n,)}[scheme]
-        expected: dict[str, Expected] = {
-            "x": (self.x, (m, k), (torch.int8,)),
-            "sx": (self.sx, (m,), (torch.float32,)),
-            "qweight": (self.qweight, (n, k // 2), (torch.int8,)),
-            "s1": (self.s1, (n,), FLOATS),
-            "s2": (self.s2, level2, (torch.uint8,)),
-            "offset": (self.offset, level2 if scheme == "w4a8-lqq" else None, (torch.uint8,)),
-            "zero": (self.zero, zero, (torch.uint8,)),
-            "token_sum": (self.token_sum, (m,), (torch.int32,)),
-            "bias": (self.bias, None if self.bias is None else (n,), FLOATS),
-        }
-        require_tensors(op, self.x.device, expected)
+        W4A8Gemm(*self).require_operands(op, n, (n, k // 2), torch.int8, level2)
 
     def empty(self) -> Tensor:
         return self.x.new_empty((self.x.shape[0], len(self.qweight)), dtype=self.out_dtype)
 
     def reference(self) -> Tensor:
-        x, n = self.x, len(self.qweight)
-        codes = COMPUTE_AWARE.unpack({"qweight": self.qweight}, n, x.shape[1], signed=False)
-        groups = {"s2": self.s2, "offset": self.offset, "zero": self.zero}
-        if self.scheme == "w4a8-qoq":
-            sums = channel_sums(x, codes, self.zero, self.token_sum)
-        else:
-            params = {"s1": self.s1} | {
-                name: COMPUTE_AWARE.unpack_group(t, n)
-                for name, t in groups.items()
-                if t is not None
-            }
-            scheme: Any = schemes.get(self.scheme, self.group_size)
-            sums = int_matmul(x, scheme.level2(codes, params))
-        if self.out_dtype == torch.int32:
-            return sums
-        return scaled(sums, self.sx[:, None], self.s1, self.bias).to(self.out_dtype)
+        return W4A8Gemm(*self).product(COMPUTE_AWARE, len(self.qweight))
 
     def launch(self, out: Tensor) -> None:
         if len(out):

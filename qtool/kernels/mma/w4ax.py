@@ -21,19 +21,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtool import layouts
 from qtool.errors import QtoolError
-from qtool.kernels.activation.arrangement import disarrange
 from qtool.kernels.activation.quantize_packed_groups import unpack_tokens
 from qtool.kernels.build import Build
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
-from qtool.kernels.hopper.w4ax import GROUP_SIZES, LAYOUTS, MOST_CHANNELS, require_layout
+from qtool.kernels.hopper.w4ax import (
+    GROUP_SIZES,
+    LAYOUTS,
+    MOST_CHANNELS,
+    W4AxGemm,
+    require_layout,
+)
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma.gemm import MmaOperand, MmaWeight
 from qtool.kernels.op import operator
 from qtool.kernels.order import adds_in_order
-from qtool.schemes.arithmetic.products import group_matmul, int_matmul
 from qtool.schemes.fmpq import BLOCK
 
 #: tiles for scales per channel: groups would take registers for a second set of sums
@@ -135,14 +138,9 @@ class W4AxMmaGemm(NamedTuple):
         return self.x.new_empty((self.x.shape[0], self.scale.shape[1]), dtype=self.out_dtype)
 
     def reference(self) -> Tensor:
-        m, n = self.x.shape[0], self.scale.shape[1]
-        codes = layouts.get(self.layout).unpack({"qweight": self.qweight}, n, self.k, signed=True)
-        natural = disarrange(unpack_tokens(self.x, self.eight_bit), self.layout)
-        if self.out_dtype == torch.int32:
-            return int_matmul(natural, codes)
-        sx, scale = self.sx[:, :m].t(), self.scale.float().t()
-        product = group_matmul(natural, sx, codes, scale, self.group_size, self.bias)
-        return product.to(self.out_dtype)
+        x = unpack_tokens(self.x, self.eight_bit)
+        how = (self.bias, self.layout, self.group_size, self.out_dtype)
+        return W4AxGemm(x, self.sx, self.qweight, self.scale, *how).reference()
 
     def launch(self, out: Tensor) -> None:
         if len(out) == 0:
