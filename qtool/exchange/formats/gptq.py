@@ -79,17 +79,23 @@ class Gptq(ExportFormat):
         return read(tensors, n, k, self.checkpoint_format).weight()
 
     def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
-        return {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": file_group_size(one_format(formats).group_size),
-            "desc_act": False,
-            "sym": True,
-            "lm_head": False,
-            "checkpoint_format": self.checkpoint_format,
+        return gptq_config(formats, self.checkpoint_format) | {
             "pack_dtype": "int32",
             "dynamic": {f"-:^{re.escape(name)}$": {} for name in modules_in_16_bit(formats)},
         }
+
+
+def gptq_config(formats: Formats, checkpoint_format: str) -> dict[str, Any]:
+    """The settings that every file with GPTQ's ``quantization_config`` has."""
+    return {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": file_group_size(one_format(formats).group_size),
+        "desc_act": False,
+        "sym": True,
+        "lm_head": False,
+        "checkpoint_format": checkpoint_format,
+    }
 
 
 def pack_zeros(zeros: Tensor) -> Tensor:

@@ -17,14 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtool.exchange.export_format import (
-    ExportFormat,
-    Formats,
-    file_group_size,
-    one_format,
-    scale_as,
-)
+from qtool.exchange.export_format import ExportFormat, Formats, scale_as
 from qtool.exchange.formats.affine import Affine, symmetric_4
+from qtool.exchange.formats.gptq import gptq_config
 from qtool.format import LinearFormat
 from qtool.layouts.base import Layout
 from qtool.layouts.marlin import MARLIN
@@ -68,16 +63,8 @@ class MarlinFile(ExportFormat):
         return Affine(codes, self.layout.unpack_group(tensors["s"], n)).weight()
 
     def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
-        return {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": file_group_size(one_format(formats).group_size),
-            "desc_act": False,
-            "sym": True,
-            "lm_head": False,
-            "checkpoint_format": self.name.replace("-", "_"),
-            "is_marlin_format": self.name == "marlin",
-        }
+        config = gptq_config(formats, self.name.replace("-", "_"))
+        return config | {"is_marlin_format": self.name == "marlin"}
 
 
 MARLIN_FILES = (
