@@ -25,6 +25,7 @@ from typing import Any
 from qtool import calibration, recipes
 from qtool.bench.quantize import BESIDE
 from qtool.exchange.export_formats import EXPORT_FORMATS
+from qtool.table import markdown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,14 +35,6 @@ BLOCK = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- /table -->)", re.S)
 def results(name: str) -> Any:
     """The stored results ``name``."""
     return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; columns of numbers are right-aligned."""
-    number = re.compile(r"[-+±\d.,%x/() e]*")
-    numeric = [all(number.fullmatch(row[i]) for row in rows) for i in range(len(head))]
-    rule = ["---:" if right else "---" for right in numeric]
-    return "".join(f"| {' | '.join(row)} |\n" for row in (head, rule, *rows))
 
 
 def made_by(found: dict[str, Any]) -> str:

@@ -52,7 +52,7 @@ def bench_gemm(models: str, tokens: str, schemes: str | None) -> None:
     from qtool.bench import bench_gemm as measure
 
     chosen = schemes.split(",") if schemes else None
-    click.echo(measure(models.split(","), tokens.split(","), chosen))
+    click.echo(measure(models.split(","), tokens.split(","), chosen), nl=False)
 
 
 @command(bench, "qtool bench kv --shapes 64x4096x8x32x128", name="kv")
@@ -68,7 +68,7 @@ def bench_kv(shapes: str | None) -> None:
     """
     from qtool.bench import bench_kv as measure
 
-    click.echo(measure(shapes.split(",") if shapes else None))
+    click.echo(measure(shapes.split(",") if shapes else None), nl=False)
 
 
 @command(

@@ -1,6 +1,7 @@
 """Tables of all commands: with colour on a terminal, plain text elsewhere."""
 
 import io
+import re
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -40,6 +41,14 @@ def render(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     width = sum(max(map(len, column)) + 3 for column in zip(header, *cells, strict=True))
     Console(file=plain, width=width, color_system=None, force_terminal=False).print(table)
     return "\n".join(line.rstrip() for line in plain.getvalue().splitlines())
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown, which ends with a new line; columns of numbers are right-aligned."""
+    number = re.compile(r"[-+±\d.,%x/() e]*")
+    numeric = [all(number.fullmatch(row[i]) for row in rows) for i in range(len(header))]
+    rule = ["---:" if right else "---" for right in numeric]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
 
 
 def decimal(value: float, digits: int = 4) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from qtool.bench.kv import HEAD, SHAPES, kv_rows, kv_table
+from qtool.bench.kv import HEAD, SHAPES, kv_rows
 from qtool.bench.stored import machine, store
+from qtool.table import markdown
 
 
 def main() -> None:
@@ -26,7 +27,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("bench_kv.py: a CUDA device is needed")
     rows = kv_rows(arguments.shapes.split(","))
-    print(kv_table(rows))
+    print(markdown(HEAD, rows))
     print(machine("cuda"))
     if arguments.json:
         store(arguments.json, {"head": HEAD, "rows": rows}, device="cuda")

@@ -71,7 +71,7 @@ def bench_gemm(
             count is no number.
     """
     _require_gpu("gemm", "9.0")
-    from qtool.bench.gemm import MODELS, gemm_table, markdown
+    from qtool.bench.gemm import MODELS, gemm_table, table
     from qtool.bench.gemm_columns import COLUMNS, DEFAULT_COLUMNS
 
     for model in models:
@@ -85,9 +85,7 @@ def bench_gemm(
             f"bench gemm: --tokens {','.join(tokens)!r}: positive numbers separated by commas are"
             " expected"
         )
-    return markdown(
-        gemm_table(models, [int(count) for count in tokens], schemes or DEFAULT_COLUMNS)
-    )
+    return table(gemm_table(models, [int(count) for count in tokens], schemes or DEFAULT_COLUMNS))
 
 
 def bench_kv(shapes: Sequence[str] | None = None) -> str:
@@ -97,9 +95,10 @@ def bench_kv(shapes: Sequence[str] | None = None) -> str:
         QtoolError: there is no CUDA device, or a text in ``shapes`` is no shape.
     """
     _require_gpu("kv", "8.0 or more")
-    from qtool.bench.kv import SHAPES, kv_rows, kv_table
+    from qtool.bench.kv import HEAD, SHAPES, kv_rows
+    from qtool.table import markdown
 
-    return kv_table(kv_rows(shapes or SHAPES))
+    return markdown(HEAD, kv_rows(shapes or SHAPES))
 
 
 def _require_gpu(what: str, capability: str) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from qtool.bench.cuda_graphs import copies, floor_us, graph_us
 from qtool.bench.gemm_columns import COLUMNS, quantize_call
+from qtool.table import markdown
 
 #: output and input channels of a layer's linears, by model
 MODELS = {
@@ -132,24 +133,24 @@ def summed(results: Sequence[Measurement]) -> list[dict[str, Any]]:
     return rows
 
 
-def markdown(results: Sequence[Measurement]) -> str:
-    """A table of sums over each model's layers in microseconds, a row for each number of tokens.
+def table(results: Sequence[Measurement]) -> str:
+    """Sums over each model's layers in microseconds in Markdown, a row for each number of tokens.
 
     "vs" is the ratio to the first column.
     """
-    rows = summed(results)
-    names = list(rows[0]["floor_us"])
+    sums = summed(results)
+    names = list(sums[0]["floor_us"])
     head = ["model", "M", "floor"]
     for name in names:
         head += [name, "x floor"]
     head += [*(f"torch {kind}" for kind in REFERENCES), "vs fp8", "vs int8", "quantize x"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for row in rows:
+    rows = []
+    for row in sums:
         us, floors = row["us"], row["floor_us"]
         cells = [row["model"], str(row["m"]), f"{floors[names[0]]:.0f}"]
         for name in names:
             cells += [f"{us[name]:.1f}", f"{us[name] / floors[name]:.2f}"]
         cells += [f"{us[f'torch {kind}']:.1f}" for kind in REFERENCES]
         cells += [f"{us[f'torch {kind}'] / us[names[0]]:.2f}" for kind in ("fp8", "int8")]
-        lines.append(f"| {' | '.join(cells)} | {row['quantize_us']:.1f} |")
-    return "\n".join(lines)
+        rows.append([*cells, f"{row['quantize_us']:.1f}"])
+    return markdown(head, rows)

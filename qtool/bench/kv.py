@@ -1,6 +1,6 @@
 """Measures attention over the packed KV cache beside torch's SDPA on a 16-bit one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -147,9 +147,3 @@ def kv_rows(shapes: Iterable[str]) -> list[list[str]]:
             cells += [f"{sdpa:.1f}", f"{sdpa / us:.2f}", f"{append_us(shape, bits):.1f}"]
             rows.append(cells)
     return rows
-
-
-def kv_table(rows: Iterable[Sequence[str]]) -> str:
-    """The rows as a Markdown table."""
-    lines = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}", *lines])

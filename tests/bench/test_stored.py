@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qtool.bench.gemm import Measurement, summed
+from qtool.bench.gemm import Measurement, summed, table
 from qtool.bench.stored import machine, store
 from qtool.serving.bench import Served, as_dicts
 
@@ -24,11 +24,14 @@ def test_what_was_found_has_its_facts(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_layers_are_added_up() -> None:
-    us = {"w8a8": 2.0, "torch fp8": 3.0}
+    us = {"w8a8": 2.0, "torch bf16": 6.0, "torch fp8": 3.0, "torch int8": 4.0}
     layers = [Measurement("m", name, 16, 128, k, us, 1.0) for name, k in (("a", 64), ("b", 128))]
     (row,) = summed([*layers])
-    assert row["us"] == {"w8a8": 4.0, "torch fp8": 6.0} and row["quantize_us"] == 2.0
+    assert row["us"] == {name: 2 * one for name, one in us.items()} and row["quantize_us"] == 2.0
     assert row["floor_us"] == {"w8a8": sum(layer.floor("w8a8") for layer in layers)}
+    *_, line = table(layers).splitlines()
+    assert line.startswith("| m | 16 | 0 | 4.0 | ")
+    assert line.endswith(" | 12.0 | 6.0 | 8.0 | 1.50 | 2.00 | 2.0 |")
 
 
 def test_runs_of_bench_serve_become_a_table(
