@@ -1,4 +1,4 @@
-"""Runs the checks of one kind of kernel alone, as the ``check_*.py`` beside it do."""
+"""Runs the checks of one kind of kernel alone, and says where an output is wrong."""
 
 import argparse
 import random
@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+#: bits of a significand, the first one included
+ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 
 def main(checks: Callable[[int, bool], Iterator[tuple[str, str | None]]]) -> None:
@@ -29,3 +33,17 @@ def main(checks: Callable[[int, bool], Iterator[tuple[str, str | None]]]) -> Non
         f"{torch.__version__}"
     )
     sys.exit(min(failures, 1))
+
+
+def ulp(want: Tensor, dtype: torch.dtype) -> Tensor:
+    """A unit in the last place of ``dtype`` at each value of ``want``, which is float64."""
+    size = want.abs().clamp_min(torch.finfo(dtype).tiny)
+    return torch.exp2(torch.floor(torch.log2(size)) + 1 - ULP_BITS[dtype])
+
+
+def where(wrong: Tensor, got: Tensor) -> str | None:
+    """The number of ``wrong`` elements, the first place and some values; None if none is."""
+    if not wrong.any():
+        return None
+    first, values = wrong.nonzero()[0].tolist(), got[wrong][:3].tolist()
+    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {first}, got {values}"

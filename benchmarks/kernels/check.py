@@ -21,6 +21,7 @@ import check_mma
 import check_w4a4
 import check_w4a16
 import torch
+from alone import ulp, where
 from torch import Tensor
 
 from qtool import schemes
@@ -68,7 +69,6 @@ TILES = [
 OTHERS = (check_w4a4, check_w4a16, check_mma, check_kv)
 #: the name of a check, and the error or None
 Check = tuple[str, str | None]
-ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 
 @dataclass
@@ -165,16 +165,9 @@ def compare(
         assert scale is not None
         product = sums.double() * sx.double()[:, None] * scale.double()
         want = product if bias is None else product + bias.double()
-        smallest = torch.finfo(got.dtype).tiny
-        ulp = torch.exp2(
-            torch.floor(torch.log2(want.abs().clamp_min(smallest))) + 1 - ULP_BITS[got.dtype]
-        )
         float32 = 2.0**-22 * (product.abs() + (0 if bias is None else bias.double().abs()))
-        wrong = ~((got.double() - want).abs() <= ulp + float32)
-    if not wrong.any():
-        return None
-    where, values = wrong.nonzero()[0].tolist(), got[wrong][:3].tolist()
-    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {where}, got {values}"
+        wrong = ~((got.double() - want).abs() <= ulp(want, got.dtype) + float32)
+    return where(wrong, got)
 
 
 def every_dequantization(scheme: str, group: int, tile: Tile) -> str | None:
@@ -204,12 +197,7 @@ def every_dequantization(scheme: str, group: int, tile: Tile) -> str | None:
     case = Case.make(scheme, group, codes.to(torch.uint8), torch.ones(n, device="cuda"), level2)
     x = torch.eye(case.w8.shape[1], dtype=torch.int8, device="cuda")
     got = case.run(tile, x, torch.ones(len(x), device="cuda"), None, torch.int32)
-    wrong = got != case.w8.t().int()
-    return (
-        f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}"
-        if wrong.any()
-        else None
-    )
+    return where(got != case.w8.t().int(), got)
 
 
 def graph_capture() -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
-from alone import main
+from alone import main, ulp, where
 from torch import Tensor
 
 from qtool import layouts, schemes
@@ -45,7 +45,6 @@ W4AX: tuple[tuple[str, int | None, torch.dtype, bool], ...] = (
     ("w4ax-interleaved", 128, torch.float32, True),
     ("w4ax-interleaved", 64, torch.bfloat16, False),
 )
-ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 
 @dataclass
@@ -167,7 +166,7 @@ class Case:
         parts = zip(x.double().chunk(pieces, 1), self.w8.double().chunk(pieces, 1), strict=True)
         sums = [a @ b.t() for a, b in parts]
         if dtype == torch.int32:
-            return report(got.long() != sums[0].long())
+            return where(got.long() != sums[0].long(), got)
         scales = [(sx[:, None, g].double(), self.scale[g].double()) for g in range(groups)]
         terms = [
             s * scales[i * groups // pieces][0] * scales[i * groups // pieces][1]
@@ -176,13 +175,8 @@ class Case:
         want, size = sum(terms), sum(t.abs() for t in terms)
         if bias is not None:
             want, size = want + bias.double(), size + bias.abs().double()
-        ulp = torch.exp2(
-            torch.floor(torch.log2(want.abs().clamp_min(torch.finfo(dtype).tiny)))
-            + 1
-            - ULP_BITS[dtype]
-        )
         rounding = 2.0**-23 * (pieces + 2) * size
-        return report(~((got.double() - want).abs() <= ulp + rounding))
+        return where(~((got.double() - want).abs() <= ulp(want, dtype) + rounding), got)
 
     def exact(self, tile: MmaTile, x: Tensor) -> str | None:
         """The place where the integer sums differ, or None: int32 sums, or a group kernel's sums
@@ -197,21 +191,12 @@ class Case:
         got = case.run(
             tile, x, torch.ones(len(x), len(self.scale), device="cuda"), None, dtype
         ).long()
-        return report(got != (x.double() @ self.w8.double().t()).long())
+        return where(got != (x.double() @ self.w8.double().t()).long(), got)
 
 
 def draw(low: int, high: int, *shape: int) -> Tensor:
     """Random bytes of ``low`` to ``high - 1``."""
     return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
-
-
-def report(wrong: Tensor) -> str | None:
-    """The number of ``wrong`` elements and the place of the first; None if none are wrong."""
-    return (
-        f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}"
-        if wrong.any()
-        else None
-    )
 
 
 def legal(scheme: str, codes: Tensor, s2: Tensor, other: Tensor) -> Tensor:
@@ -261,7 +246,7 @@ def graph_capture() -> str | None:
     for _ in range(3):
         x.random_(-127, 128)
         graph.replay()
-        if wrong := report(out.long() != (x.double() @ case.w8.double().t()).long()):
+        if wrong := where(out.long() != (x.double() @ case.w8.double().t()).long(), out):
             return wrong
     return None
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from alone import main
+from alone import main, where
 from torch import Tensor
 
 from qtool.kernels.build import ARCHITECTURES, Source, compile_all
@@ -135,7 +135,7 @@ class Case:
         )
         if not torch.equal(got, self.run(tile, x, b, out_dtype, hopper)):
             return "a second run differs"
-        return _describe(wrong, got)
+        return where(wrong, got)
 
 
 def prune(codes: Tensor) -> Tensor:
@@ -143,13 +143,6 @@ def prune(codes: Tensor) -> Tensor:
     noise = torch.rand(codes.shape[0], codes.shape[1] // 4, 4, device=codes.device)
     dropped = noise.argsort(-1)[..., :2]
     return codes.view(noise.shape).scatter(-1, dropped, 8).view(codes.shape)
-
-
-def _describe(wrong: Tensor, got: Tensor) -> str | None:
-    if not wrong.any():
-        return None
-    where, values = wrong.nonzero()[0].tolist(), got[wrong][:3].tolist()
-    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {where}, got {values}"
 
 
 def one_hot(
@@ -172,7 +165,7 @@ def one_hot(
         )
     case = Case.make(codes.to(torch.uint8), scale, sparse)
     got = case.run(tile, torch.eye(k, dtype=dtype, device="cuda"), None, torch.float32, True)
-    return _describe(got.double() != case.multiplied(tile, dtype).t(), got)
+    return where(got.double() != case.multiplied(tile, dtype).t(), got)
 
 
 def op_over_tokens(m: int, group: int, sparse: bool) -> str | None:
@@ -184,7 +177,7 @@ def op_over_tokens(m: int, group: int, sparse: bool) -> str | None:
     else:
         got = w4a16_gemm(x, w.qweight, w.scale, None, torch.float32)
     want, terms = x.double() @ case.exact.t(), x.double().abs() @ case.exact.abs().t()
-    return _describe(~((got.double() - want).abs() <= 2.0**-8 * terms), got)
+    return where(~((got.double() - want).abs() <= 2.0**-8 * terms), got)
 
 
 def op_under_graph_and_compile(sparse: bool) -> str | None:

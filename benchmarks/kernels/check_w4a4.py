@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from alone import main
+from alone import main, ulp, where
 from torch import Tensor
 
 from qtool import layouts
@@ -53,7 +53,6 @@ TILES = [
 #: tiles for whole channels only: groups leave no registers for them
 WIDE = [Tile(128, 256), Tile(128, 256, 2), Tile(256), Tile(256, 128, 2)]
 DTYPES = (torch.float32, torch.bfloat16)
-ULP_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 
 
 @dataclass
@@ -123,13 +122,9 @@ class Case:
         want, size = parts.sum(0), parts.abs().sum(0)
         if b is not None:
             want, size = want + b.double(), size + b.double().abs()
-        smallest = torch.finfo(dtype).tiny
-        ulp = torch.exp2(
-            torch.floor(torch.log2(want.abs().clamp_min(smallest))) + 1 - ULP_BITS[dtype]
-        )
         # each part is rounded twice, the total once a part; then the sums of a cluster and the bias
         rounding = (len(parts) + 8) * 2.0**-24 * size
-        wrong = where(~((got.double() - want).abs() <= ulp + rounding), got)
+        wrong = where(~((got.double() - want).abs() <= ulp(want, dtype) + rounding), got)
         if (tile.split == 1 or not self.group) and wrong is None:
             exactly = group_matmul(x, sx, self.codes, self.scale.float().t(), self.group, b).to(
                 dtype
@@ -148,14 +143,6 @@ def tiles(kind: tuple[str, int | None, torch.dtype]) -> list[Tile]:
 def tokens(m: int, k: int) -> Tensor:
     """Codes of 8-bit blocks, which include the codes of 4-bit blocks."""
     return torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
-
-
-def where(wrong: Tensor, got: Tensor) -> str | None:
-    """The number of ``wrong`` elements, the first place and some values; None if none is."""
-    if not wrong.any():
-        return None
-    first, values = wrong.nonzero()[0].tolist(), got[wrong][:3].tolist()
-    return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {first}, got {values}"
 
 
 def quantization(
