@@ -99,11 +99,8 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
     verified = list(verify(directory, device=device))
     passed = not any(row.problem for row in verified)
     errors = recorded_errors(record.get("blocks", []))
-    if (
-        errors is None
-        and base
-        and {name for step in _steps(record)[:-1] for name in step} <= KEEPS_WEIGHTS
-    ):
+    *transforms, _ = record.get("recipe", {}).get("methods") or [{}]
+    if errors is None and base and {name for one in transforms for name in one} <= KEEPS_WEIGHTS:
         errors = weight_errors(checkpoint, Checkpoint(base))
     return Report(
         directory,
@@ -195,10 +192,6 @@ def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | N
             by_block, error = errors.setdefault(role(name), {}), (rounded - weight).norm()
             by_block[block] = max(by_block.get(block, 0.0), float(error / weight.norm()))
     return LayerErrors("weight", "", errors) if errors else None
-
-
-def _steps(record: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(record.get("recipe", {}).get("methods", []))
 
 
 def _measured(
