@@ -11,7 +11,9 @@ k % 4. Two variants place e in the word:
   ``w & 0xF0F0F0F0`` is the register of output c, ``(w << 4) & 0xF0F0F0F0`` that of output c + 8, as
   bytes worth 16 times the code.
 
-Scales are permuted as MARLIN's: ``s_group`` by blocks of 64, ``s_channel`` by blocks of 32.
+QQQ's file permutes scales as MARLIN's does: ``s_group`` by blocks of 64, ``s_channel`` by blocks of
+32. In a native checkpoint both variants hold a scheme's own codes, 0..15 for ``w4a16``, and its
+scales ``[N, G]``, as they are in ``qqq`` and by blocks of 64 in ``qqq-g128``, one group too.
 
 Examples:
     >>> codes = torch.zeros(64, 128, dtype=torch.uint8)

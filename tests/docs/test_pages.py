@@ -4,12 +4,13 @@ import importlib
 import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import qtool
-from qtool import layouts
+from qtool import layouts, schemes
 from tests.docs.pages import FENCE, PAGES, ROOT, name_of
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -46,14 +47,22 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 def test_the_reference_has_every_layout() -> None:
-    page = (ROOT / "docs" / "reference" / "layouts.md").read_text()
-    blocks = dict(re.findall(r"^::: (\S+)\n    options: {members: \[(.*?)\]", page, re.MULTILINE))
-    shown = [
+    assert all(layout in members_shown("layouts.md") for layout in layouts._ALL)
+
+
+def test_the_reference_has_every_scheme() -> None:
+    assert set(schemes.SCHEMES.values()) <= set(members_shown("schemes.md"))
+
+
+def members_shown(page: str) -> list[Any]:
+    """The members that ``page`` of the reference lists below its modules."""
+    text = (ROOT / "docs" / "reference" / page).read_text()
+    blocks = re.findall(r"^::: (\S+)\n    options: {members: \[(.+?)\]", text, re.MULTILINE)
+    return [
         getattr(importlib.import_module(module), name)
-        for module, names in blocks.items()
+        for module, names in blocks
         for name in names.split(", ")
     ]
-    assert all(layout in shown for layout in layouts._ALL)
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -2,7 +2,7 @@
 
 A sum of floats depends on its order and a product on when it is rounded. So the references compute
 what the kernels' main loop and epilogue compute (csrc/hopper/epilogue.cuh, weights_s4.cuh,
-mma_gemm.cuh), to the bit; ``fma`` rounds once.
+mma_gemm.cuh), to the bit. ``v`` is the integer sum of products of codes; ``fma`` rounds once.
 
     y = fma(float(v) * sx, sw, bias)                    one scale a token and channel
     total = fma(float(v_G) * sx_G, sw_G, total)         for each G in turn: scales by group, 128
