@@ -26,7 +26,7 @@ from qtool.exchange.exportable import ByLinear, exported_formats
 from qtool.exchange.gguf.write import FILE, write_gguf
 from qtool.format import LinearFormat, native_format
 from qtool.io.integrity import read_record
-from qtool.io.model_card import results_in
+from qtool.io.model_card import ERRORS, exactness, results_in, weight_errors
 from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
 from qtool.models.architecture import dtype_name
@@ -35,9 +35,6 @@ from qtool.progress import Progress
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name, missing_scales
 from qtool.runtime.read_linear import linear_shape, load_linear
 from qtool.schemes import Params
-
-#: the key of the distances in the record of a shard
-ERRORS = "relative weight errors"
 
 
 @dataclass
@@ -64,14 +61,7 @@ class Exported:
         return vars(self) | {"directory": str(self.directory), "nbytes": list(self.nbytes)}
 
     def __str__(self) -> str:
-        exact = [name for name, error in self.errors.items() if error == 0]
-        lines = [
-            str(self.directory),
-            f"{self.format}: {len(exact)} of {len(self.errors)} linears exact",
-        ]
-        if len(exact) < len(self.errors):
-            worst = max(self.errors, key=self.errors.__getitem__)
-            lines[-1] += f"; largest relative error of a weight {self.errors[worst]:.2e} ({worst})"
+        lines = [str(self.directory), f"{self.format}: {exactness(self.errors)}"]
         before, after = (size / 1e6 for size in self.nbytes)
         lines[-1] += f"; {after:.1f} MB, {after / before:.2f} times the native checkpoint"
         return "\n".join([*lines, *self.notes])
@@ -106,8 +96,7 @@ def export(
     else:
         shards = convert(work, out, progress)
         after = Checkpoint(out).nbytes
-    errors = {linear: e for notes in shards for linear, e in notes.get(ERRORS, {}).items()}
-    return Exported(out, name, errors, work.notes, (checkpoint.nbytes, after))
+    return Exported(out, name, weight_errors(shards), work.notes, (checkpoint.nbytes, after))
 
 
 class _Export(Conversion):

@@ -1,7 +1,7 @@
 """Writes the model card: README.md of a result."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ EXPORTED = """---
 {base}"""
 
 
+#: the entry of an export's notes with the relative error of each linear's weight
+ERRORS = "relative weight errors"
 #: each saved evaluation replaces the text between these two
 RESULTS = "<!-- results -->", "<!-- /results -->"
 
@@ -100,13 +102,14 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
     }
     if exported:
         what = f"`{exported}`, quantized by qtool, in the format `{provenance['format']}`."
-        notes = "\n".join(f"- {note}" for note in provenance.get("notes", ()))
+        notes = provenance.get("notes", ())
+        lines = exactness(weight_errors(provenance["blocks"])), *notes
+        how = "\n".join(f"- {line}" for line in lines)
         serve = f"`{provenance['format']}`: {provenance['loaders']}."
         if "vLLM" in serve:
             serve += f" In vLLM: `vllm serve {fills['path']}`."
         if notes:
             serve += " Exceptions for this model are among the notes below."
-        how = notes or "Exported without changes."
         return EXPORTED.format(what=what, serve=serve, how=how, **fills)
     by = "imported" if "imported from" in provenance else "quantized"
     what = f"`{of}` in {scheme}, {by} by qtool."
@@ -121,6 +124,21 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
             "`--for-export`."
         )
     return TEMPLATE.format(what=what, serve=serve, exports=exports, how=_how(provenance), **fills)
+
+
+def weight_errors(blocks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The :data:`ERRORS` in the notes of all ``blocks``, by linear."""
+    return {linear: e for notes in blocks for linear, e in notes.get(ERRORS, {}).items()}
+
+
+def exactness(errors: Mapping[str, float]) -> str:
+    """How near an export's weights are to the native ones, whose ``errors`` are by linear."""
+    exact = sum(error == 0 for error in errors.values())
+    found = f"{exact} of {len(errors)} linears exact"
+    if exact == len(errors):
+        return found
+    worst = max(errors, key=errors.__getitem__)
+    return f"{found}; largest relative error of a weight {errors[worst]:.2e} ({worst})"
 
 
 def with_results(card: str, table: str) -> str:

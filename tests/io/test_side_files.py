@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from qtool import recipes
@@ -102,6 +104,20 @@ def test_the_cards_commands_quote_the_name(make_model: MakeModel, tmp_path: Path
     export(out, "compressed-tensors", tmp_path / "foreign")
     foreign = (tmp_path / "foreign" / "README.md").read_text()
     assert "`vllm serve 'a model-compressed-tensors'`" in foreign
+
+
+def test_an_exports_card_says_how_many_weights_are_exact(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    """Progressive groups' scales s1 * s2 are rounded, and no note says so."""
+    source = Checkpoint(make_model(dtype=torch.float16))
+    for scheme, found in {
+        "w4a16": r"- 14 of 14 linears exact\n",
+        "w4a8-qoq-g128": r"- 0 of 14 linears exact; largest relative error of a weight \d",
+    }.items():
+        native = quantize(source, recipes.load(scheme), tmp_path / scheme)
+        directory = export(native, "awq", tmp_path / f"{scheme}-awq").directory
+        assert re.search(found, (directory / "README.md").read_text())
 
 
 def test_a_hub_id_is_the_base_model(make_model: MakeModel, tmp_path: Path) -> None:

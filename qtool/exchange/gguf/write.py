@@ -85,8 +85,9 @@ def write_gguf(
             for name, file in work.source.side_files().items():
                 if name == BASE_CARD or name.startswith(("LICEN", "NOTICE", "USE_POLICY")):
                     shutil.copyfile(file, partial / name)
-            write_text(partial / CARD, model_card(facts, partial / BASE_CARD))
-            write_json(partial / RECORD, facts | {"blocks": [notes]})
+            provenance = facts | {"blocks": [notes]}
+            write_text(partial / CARD, model_card(provenance, partial / BASE_CARD))
+            write_json(partial / RECORD, provenance)
             (partial / LOCK).unlink()
             partial.rename(out)
         finally:
