@@ -120,6 +120,17 @@ def test_an_exports_card_says_how_many_weights_are_exact(
         assert re.search(found, (directory / "README.md").read_text())
 
 
+def test_the_reference_has_every_field(make_model: MakeModel, tmp_path: Path) -> None:
+    native = made(make_model(dtype=torch.float16), tmp_path / "native")
+    exported = export(native, "awq", tmp_path / "awq").directory
+    config = json.loads((native / "config.json").read_text())["quantization_config"]
+    reference = Path(__file__).parents[2] / "docs" / "reference"
+    for directory, page, fields in (native, "native.md", config), (exported, "formats.md", {}):
+        text = (reference / page).read_text()
+        record = json.loads((directory / "qtool.json").read_text())
+        assert [key for key in (*record, *fields) if not re.search(f'[`"]{key}[`"]', text)] == []
+
+
 def test_a_hub_id_is_the_base_model(make_model: MakeModel, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--owner--a-name" / "snapshots" / "0123"
     snapshot.parent.mkdir(parents=True)
