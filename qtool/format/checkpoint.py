@@ -170,9 +170,13 @@ def _any_expert(name: str) -> str:
 
 
 def _ends_in(name: str, within_block: frozenset[str]) -> bool:
-    """Whether the full name ``name`` belongs to one of the linears ``within_block``."""
-    parts = name.split(".")
-    return any(".".join(parts[i:]) in within_block for i in range(1, len(parts)))
+    """Whether the full name ``name`` belongs to one of the linears ``within_block``.
+
+    A name within a block comes after a number: BERT's ``attention.output.dense`` is no
+    ``output.dense``.
+    """
+    numbers = re.finditer(r"(?<=\.)(\d+|\*)\.", name)
+    return any(name[number.end() :] in within_block for number in numbers)
 
 
 def _rule_fields(linear_format: LinearFormat) -> dict[str, Any]:

@@ -125,6 +125,21 @@ def test_rotated_linears_are_another_version_of_the_format() -> None:
         CheckpointFormat.from_dict(rotated.to_dict() | {"format_version": 3})
 
 
+def test_a_linear_whose_name_ends_in_that_of_another_is_not_it() -> None:
+    """BERT's blocks have ``attention.output.dense`` beside ``output.dense``."""
+    rules = (Rule(".*", LinearFormat("w8a8", None, "row-major-8")),)
+    names = ("output.dense",)
+    for listed in ({"rotated": names}, {"permuted": names}):
+        stored = CheckpointFormat("w8a8", rules, **listed)  # type: ignore[arg-type]
+        chosen = []
+        for name in ("output.dense", "attention.output.dense"):
+            full = f"bert.encoder.layer.11.{name}"
+            found = stored.of(full)
+            assert found is not None
+            chosen.append(found.rotated or stored.is_permuted(full))
+        assert chosen == [True, False]
+
+
 def test_rotated_experts_are_one_entry_where_they_are_all() -> None:
     up, down = ([f"mlp.experts.{e}.{part}_proj" for e in range(11)] for part in ("up", "down"))
     linears, of_all = ["mlp.down_proj", *up, *down], "mlp.experts.*.down_proj"
