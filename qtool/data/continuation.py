@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 
 from qtool.errors import QtoolError
+from qtool.models.auto import running
 from qtool.models.cache_argument import CACHE
 from qtool.runtime.decode import StaticTokens, graph_cache
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 #: attention backends without cuDNN's, which makes a plan for each length of a cache: that takes 60
 #: ms a token on an H200, and the plan is not the same each time
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+#: what to do about a model that cannot run with a cache
+ADVICE = ", so it cannot continue calibration windows: pass --windows given to take all of the text"
 
 
 class Journal(Protocol):
@@ -62,7 +65,7 @@ def continued(
             samples do not depend on the journal, since it keeps keys and values to the bit.
 
     Raises:
-        QtoolError: NaN or Inf in the model's logits.
+        QtoolError: NaN or Inf in the model's logits, or the model cannot be run.
     """
     random, windows = torch.Generator(model.device).manual_seed(seed), []
     entries = [] if journal is None else journal.read()
@@ -97,7 +100,8 @@ class _Batch:
         known = inspect.signature(model.forward).parameters
         self.model = model
         self.state = next((name for name in (CACHE, "cache_params") if name in known), "")
-        self.cache: Any = _cache(model, length) if self.state == CACHE else None
+        with running(ADVICE):
+            self.cache: Any = _cache(model, length) if self.state == CACHE else None
         layers = self.cache.layers if self.cache is not None else []
         self.layers = [x for x in layers if isinstance(x, (_Preallocated, StaticTokens))]
         self.tokens = [prompts.to(model.device)]
@@ -131,7 +135,7 @@ class _Batch:
 
     def draw(self, random: torch.Generator) -> None:
         """Sample the next token of each window."""
-        with sdpa_kernel(ATTENTION):
+        with sdpa_kernel(ATTENTION), running(ADVICE):
             out = self.model(**self.inputs(), use_cache=bool(self.state), logits_to_keep=1)
         self.cache = getattr(out, self.state, None) if self.state else None
         more = [

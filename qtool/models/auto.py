@@ -1,7 +1,11 @@
 """Which of transformers' classes a model is."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from qtool import plugins
 from qtool.errors import QtoolError, in_one_line
@@ -37,6 +41,24 @@ def refusal(error: Exception) -> str:
         "transformers cannot make the model of config.json"
         f" ({type(error).__name__}: {in_one_line(error)})"
     )
+
+
+@contextmanager
+def running(advice: str = "") -> Iterator[None]:
+    """Put what a model's own forward raises while open into a sentence, with ``advice`` after it.
+
+    Raises:
+        QtoolError: transformers cannot run the model, and what it says.
+    """
+    try:
+        yield
+    except (QtoolError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        raise QtoolError(
+            "transformers cannot run the model of config.json"
+            f" ({type(error).__name__}: {in_one_line(error)}){advice}"
+        ) from error
 
 
 def auto_class(config: Any) -> Any:

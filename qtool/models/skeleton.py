@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.errors import QtoolError
-from qtool.models.auto import auto_class, refusal
+from qtool.models.auto import auto_class, refusal, running
 from qtool.models.cache_argument import CACHE
 from qtool.models.conv1d import replace_conv1d
 from qtool.models.experts import separate_experts
@@ -117,6 +117,9 @@ def block_arguments(
     """What enters the first block for ``ids [B, S]``, and all blocks' other arguments, by name.
 
     No block is run: each gives what it was given.
+
+    Raises:
+        QtoolError: as :func:`~qtool.models.auto.running`.
     """
     blocks: Any = model.get_submodule(family.blocks)
     seen = [Arguments() for _ in blocks]
@@ -138,7 +141,7 @@ def block_arguments(
     for number, block in enumerate(blocks):
         block.forward = recorder(number, inspect.signature(block.forward))
     try:
-        with suppress(_LastBlock), OffMeta(ids.device):
+        with running(), suppress(_LastBlock), OffMeta(ids.device):
             model.get_submodule(family.text)(input_ids=ids, use_cache=False)
     finally:
         for block in blocks:

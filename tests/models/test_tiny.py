@@ -16,6 +16,7 @@ from qtool.models import family_of
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.load import load
+from tests.models import proof
 from tests.models.proof import check, exported_right, quantized_right, transforms_keep_logits
 from tests.models.tiny import save_tiny, tiny_config
 
@@ -174,3 +175,19 @@ def test_what_blocks_pass_on(model_type: str, passes: dict[str, int]) -> None:
 def test_what_is_passed_on_and_not_used_is_not_kept() -> None:
     """GLM-5's blocks hand an indexer's choice on, to blocks that have an indexer each."""
     assert not family_of(tiny_config("glm_moe_dsa", indexer_types=["full"] * 3).to_dict()).passes
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ("paper", r"cannot run the model of config.json \(ValueError: .*`sliding_window`.*\)$"),
+        ("best", r"cannot run .*, so it cannot continue calibration windows: pass --windows given"),
+    ],
+)
+def test_a_model_that_transformers_cannot_run(recipe: str, says: str, tmp_path: Path) -> None:
+    """A block with a sliding window, and no size of one."""
+    changes = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": False}
+    source = save_tiny("qwen3", tmp_path / "source", **changes)
+    with pytest.raises(QtoolError, match=says):
+        proof.quantize(source, tmp_path / "out", recipe)
+    assert not (tmp_path / "out").exists()
