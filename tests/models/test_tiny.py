@@ -58,6 +58,12 @@ def test_an_unusual_configuration(
     transforms_keep_logits(source, tmp_path / "transforms")
 
 
+def test_names_on_disk_that_count_blocks_from_another_one_on(tmp_path: Path) -> None:
+    """Inkling 2's first block has no query before its attention: the second one's is number 0."""
+    source = save_tiny("inkling2_text", tmp_path / "source", num_hidden_layers=3)
+    quantized_right(source, tmp_path / "out")
+
+
 @pytest.mark.parametrize("model_type", ["granite", "stablelm", "glm4_moe", "xlnet"])
 def test_transforms_leave_the_logits_as_they_were(model_type: str, tmp_path: Path) -> None:
     """XLNet norms a norm's output again: nothing may be folded into the first."""

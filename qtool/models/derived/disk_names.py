@@ -61,7 +61,10 @@ class DiskNames:
         return _renamed(family, own, disk)
 
     def _in_all_blocks(self, own: str, disk: str) -> Iterator[tuple[str, str]]:
-        """A name and the name on disk, for all blocks like the one that they belong to."""
+        """A name and the name on disk, for all blocks like the one that they belong to.
+
+        The first number on disk counts blocks too, maybe from another one on (Inkling 2's queries).
+        """
         prefix = f"{self.recorded.blocks}."
         if not own.startswith(prefix):
             yield own, disk
@@ -69,8 +72,12 @@ class DiskNames:
         first = int(own[len(prefix) :].partition(".")[0])
         for number, like in enumerate(self.recorded.like):
             if like == first:
-                old, new = rf"\.{first}\.", f".{number}."
-                yield re.sub(old, new, own, count=1), re.sub(old, new, disk, count=1)
+                yield _shifted(own, number - first), _shifted(disk, number - first)
+
+
+def _shifted(name: str, blocks: int) -> str:
+    """``name`` with its first number raised by ``blocks``."""
+    return re.sub(r"(?<=\.)\d+(?![^.])", lambda n: str(int(n[0]) + blocks), name, count=1)
 
 
 def _renamed(family: Family, own: str, disk: str) -> Family:
