@@ -23,8 +23,6 @@ from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.rounding.rounded import (
     Rounded,
     SimulatedLinear,
-    check,
-    require_packable,
 )
 from qtool.calibration.stacking import packed_in_turn
 from qtool.calibration.timing import PhaseTimer, phase
@@ -42,8 +40,10 @@ from qtool.pipeline.streaming.activations import Activations
 from qtool.pipeline.streaming.embedding_and_head import as_stored, table_rows
 from qtool.pipeline.streaming.method_checks import (
     apply,
+    check_codes,
     naming_too_large,
     require_json,
+    require_packable,
     require_stored,
 )
 from qtool.pipeline.streaming.snapshots import Snapshots
@@ -199,7 +199,7 @@ class BuiltBlocks:
         turns = list(_packed_at_once(formats, job.linears(block.index), self.device))
         for names in ranks.local_items(turns):
             scheme = formats[names[0]].scheme_object
-            check(scheme, {prefix + name: rounded[name] for name in names})
+            check_codes(scheme, {prefix + name: rounded[name] for name in names})
         for names in turns:
             linear_format, found = formats[names[0]], [rounded.pop(name) for name in names]
             packed = linear_format.pack_all([(one.codes, one.params) for one in found])

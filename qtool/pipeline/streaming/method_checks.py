@@ -1,16 +1,22 @@
-"""Checks the blocks and notes that methods leave behind, also methods of other packages."""
+"""Checks what methods return and leave behind, also methods of other packages."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.method import Transform
-from qtool.errors import QtoolError, suggest
+from qtool.calibration.rounding.rounded import Rounded, stacked
+from qtool.errors import CheckFailed, QtoolError, checking, suggest
+from qtool.format import LinearFormat
 from qtool.io.finite import is_finite
 from qtool.pipeline.job import Job
+from qtool.schemes.base import Scheme
 
 
 def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job) -> None:
@@ -69,6 +75,76 @@ def require_stored(block: Block, job: Job) -> None:
             f"a transform chooses a clip for {name!r}, no linear of block {block.index}: "
             + suggest(name, job.linears(block.index))
         )
+
+
+def require_packable(
+    rounding: str,
+    found: Any,
+    formats: Mapping[str, LinearFormat],
+    shapes: Mapping[str, tuple[int, int]],
+) -> None:
+    """Refuse the result of a method ``rounding`` unless ``formats`` can pack it.
+
+    Args:
+        found: the result of its ``round``: a :class:`Rounded` for each linear of ``formats``.
+        shapes: ``(N, K)`` of the linears.
+
+    Raises:
+        QtoolError: names the linear, what was found and what is expected.
+    """
+    if not isinstance(found, Mapping):
+        raise QtoolError(
+            f"{rounding}: round returns {type(found).__name__}; a Rounded for each linear is"
+            " expected"
+        )
+    for name in sorted(formats.keys() - found.keys()):
+        raise QtoolError(f"{rounding}: round returns nothing for {name}, which is to be quantized")
+    for name in sorted(found.keys() - formats.keys()):
+        raise QtoolError(f"{rounding}: round returns {name!r}, which is not to be quantized")
+    for name, linear_format in formats.items():
+        one, (n, k) = found[name], shapes[name]
+        if not isinstance(one, Rounded):
+            raise QtoolError(
+                f"{rounding}: round returns {type(one).__name__} for {name}; a Rounded is expected"
+            )
+        codes = torch.empty(n, k, dtype=linear_format.scheme_object.code_dtype, device="meta")
+        if not isinstance(one.params, Mapping):
+            raise QtoolError(
+                f"{rounding}: round returns {type(one.params).__name__} for the parameters of"
+                f" {name}; a tensor for each of them is expected"
+            )
+        given = _described({"codes": one.codes, **one.params})
+        expected = _described({"codes": codes, **linear_format.parameters(n, k)})
+        if given != expected:
+            raise QtoolError(
+                f"{rounding}: round returns {', '.join(given)} for {name}; expected are"
+                f" {', '.join(expected)}"
+            )
+
+
+def _described(tensors: Mapping[str, Any]) -> list[str]:
+    """A text with name, dtype and shape for each tensor, sorted by name."""
+    return [
+        f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+        if isinstance(t, Tensor)
+        else f"{name} {type(t).__name__}"
+        for name, t in sorted(tensors.items())
+    ]
+
+
+def check_codes(scheme: Scheme, linears: Mapping[str, Rounded]) -> None:
+    """:meth:`Scheme.check` for several linears of one shape at once.
+
+    Raises:
+        CheckFailed: names the linear.
+    """
+    try:
+        scheme.check(*stacked(scheme, [*linears.values()]))
+    except CheckFailed:
+        for name, rounded in linears.items():
+            with checking(name):
+                scheme.check(rounded.codes, rounded.params)
+        raise
 
 
 def require_json(notes: Mapping[str, Any]) -> None:

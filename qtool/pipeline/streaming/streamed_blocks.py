@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.calibration.rounding.rounded import check
 from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.io.finite import require_finite
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.embedding_and_head import as_stored
+from qtool.pipeline.streaming.method_checks import check_codes
 from qtool.runtime.packed_kv import NEUTRAL
 
 
@@ -35,7 +35,7 @@ class StreamedBlocks:
             weight = self.source.read(f"{full}.weight", pinned=pinned).to(self.device)
             require_finite(f"{full}.weight", weight)
             rounded = round_to_nearest(scheme, weight)
-            check(scheme, {full: rounded})
+            check_codes(scheme, {full: rounded})
             notes.setdefault("rtn", {})[name] = {"weight_error": rounded.weight_error}
             for part, tensor in linear_format.pack(rounded.codes, rounded.params).items():
                 yield f"{full}.{part}", tensor

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from qtool.calibration.rounding.rounded import Rounded, check, require_packable
+from qtool.calibration.rounding.rounded import Rounded
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat
+from qtool.pipeline.streaming.method_checks import check_codes, require_packable
 
 FORMAT = LinearFormat("w4a8-lqq", 64, "row-major")
 RIGHT = "codes uint8 [8, 128], offset uint8 [8, 2], s1 float32 [8], s2 uint8 [8, 2]"
@@ -58,6 +59,6 @@ def test_anything_else_is_refused(found: Any, said: str) -> None:
 
 def test_of_linears_that_are_checked_at_once_the_broken_one_is_named() -> None:
     wide = rounded(codes=torch.full((8, 128), 16, dtype=torch.uint8))
-    check(FORMAT.scheme_object, {"block.q": rounded(), "block.k": rounded()})
+    check_codes(FORMAT.scheme_object, {"block.q": rounded(), "block.k": rounded()})
     with pytest.raises(CheckFailed, match=r"^block\.k: invariant codes of 4 bits broken at \(0, 0"):
-        check(FORMAT.scheme_object, {"block.q": rounded(), "block.k": wide})
+        check_codes(FORMAT.scheme_object, {"block.q": rounded(), "block.k": wide})
