@@ -50,9 +50,9 @@ def by_kind(block: "Block", names: Iterable[str]) -> list[list[str]]:
     kinds: dict[Hashable, list[str]] = {}
     for name in names:
         scheme = block.schemes.get(name)
-        form = scheme and (type(scheme), scheme.group_size, scheme.scale_dtype)
         own = scheme and (scheme.shared_params or scheme.input_quantizer is None)
-        kinds.setdefault((form, block.weight(name).shape, own and name), []).append(name)
+        kind = scheme and scheme.kind
+        kinds.setdefault((kind, block.weight(name).shape, own and name), []).append(name)
     return list(kinds.values())
 
 

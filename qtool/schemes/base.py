@@ -184,6 +184,11 @@ class Scheme(ABC):
         return torch.int8 if self.signed else torch.uint8
 
     @property
+    def kind(self) -> tuple[type["Scheme"], int | None, torch.dtype]:
+        """Equal for schemes whose weights of one shape can be stacked and processed as one."""
+        return type(self), self.group_size, self.scale_dtype
+
+    @property
     def coarse_inputs(self) -> bool:
         """Whether inputs have no more bits than weights, so that rounding costs them as much."""
         return self.activation.bits <= self.code_bits

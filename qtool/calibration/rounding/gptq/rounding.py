@@ -373,8 +373,7 @@ def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
         if scheme := block.schemes.get(name):
             order = block.permutations.get(name)
             permutation = order is not None and tuple(order.tolist())
-            rotated = name in block.rotated
-            key = type(scheme), scheme.group_size, scheme.scale_dtype, permutation, rotated
+            key = scheme.kind, permutation, name in block.rotated
             together.setdefault(key, []).append(name)
     yield from together.values()
 
@@ -383,11 +382,9 @@ def problems_in_turn(block: Block, stacks: Sequence[Stack]) -> Iterator[list[int
     """The numbers of ``stacks``, in lists of one shape and scheme that memory holds at once."""
     kinds: dict[object, list[int]] = {}
     for i, stack in enumerate(stacks):
-        scheme = block.schemes[stack.names[0]]
         shapes = tuple(block.weight(name).shape for name in stack.names)
         drift = stack.hessian.d is not None
-        kind = type(scheme), scheme.group_size, scheme.scale_dtype, drift, shapes
-        kinds.setdefault(kind, []).append(i)
+        kinds.setdefault((block.schemes[stack.names[0]].kind, drift, shapes), []).append(i)
     for numbers in kinds.values():
         first = stacks[numbers[0]]
         rows = sum(len(block.weight(name)) for name in first.names)
