@@ -48,7 +48,7 @@ class Batch:
         hidden: the hidden states.
         kwargs: the other arguments of all blocks.
         passed: other tensors that earlier blocks pass on, by name (:mod:`qtool.models.passed`).
-        more: bool ``[B, S, E]``, tokens that experts observe besides the tokens routed to them.
+        added_tokens: bool ``[B, S, E]``, tokens that experts observe besides those routed to them.
         axis: dimension of the sequences in ``hidden``: 1 in Gemma 3n's ``[streams, B, S, H]`` and
             in XLNet's ``[S, B, H]``, 0 in DeepSeek-V4's ``[B, S, streams, H]``. S may be more than
             the tokens: CPM-Ant puts a prompt before them.
@@ -57,7 +57,7 @@ class Batch:
     hidden: Tensor
     kwargs: BlockArguments
     passed: dict[str, Tensor] = field(default_factory=dict)
-    more: Tensor | None = None
+    added_tokens: Tensor | None = None
     axis: int = 0
 
     @property
@@ -82,9 +82,9 @@ class Batch:
         size, _ = self.shape
         kwargs = self.kwargs.part(sequences, size)
         passed = {name: tensor[sequences] for name, tensor in self.passed.items()}
-        more = None if self.more is None else self.more[sequences]
+        added = None if self.added_tokens is None else self.added_tokens[sequences]
         hidden = self.hidden[(slice(None),) * self.axis + (sequences,)]
-        return Batch(hidden, kwargs, passed, more, self.axis)
+        return Batch(hidden, kwargs, passed, added, self.axis)
 
     def joined(self, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The outputs of a block for all sequences, from its outputs for parts of them."""

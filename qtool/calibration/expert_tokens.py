@@ -27,7 +27,7 @@ NOTE = "expert tokens"
 def add_tokens(
     block: Block, batches: Sequence[Batch], float_batches: Sequence[Batch], least: int
 ) -> None:
-    """Set ``more`` of ``batches`` so that each expert of ``block`` observes ``least`` tokens.
+    """Set ``added_tokens`` of ``batches`` so that each expert observes ``least`` tokens.
 
     Experts that do not get the routing as an argument get no more tokens, since their inputs are
     scaled by it.
@@ -37,7 +37,7 @@ def add_tokens(
         float_batches: the block's inputs in the float model, for the tokens of ``batches``.
     """
     for batch in batches:
-        batch.more = None
+        batch.added_tokens = None
     for stack, experts in block.module.named_modules():
         if not isinstance(experts, SeparateExperts) or not is_routed(experts.stacked):
             continue
@@ -45,20 +45,19 @@ def add_tokens(
             seen = [candidates(block, batch, stack, router, least) for batch in float_batches]
             of_all = ranks.all_gather_batches([(routed, best) for routed, best, _ in seen])
             routed = torch.stack([counts for counts, _ in of_all]).sum(0)  # [E]
-            wanted = chosen([best for _, best in of_all], (least - routed).clamp_min(0))
-            added = torch.stack([some.sum(0) for some in wanted]).sum(0)
-            for batch, (_, _, places), some in zip(
-                batches, seen, ranks.local_items(wanted), strict=True
+            masks = highest([best for _, best in of_all], (least - routed).clamp_min(0))
+            for batch, (_, _, tokens), mask in zip(
+                batches, seen, ranks.local_items(masks), strict=True
             ):
-                if some.any():
+                if mask.any():
                     sequences, length = batch.shape
-                    more = torch.zeros(sequences * length, len(experts), dtype=torch.bool)
-                    batch.more = more.scatter_(0, places, some).view(sequences, length, -1)
+                    chosen = torch.zeros(sequences * length, len(experts), dtype=torch.bool)
+                    chosen.scatter_(0, tokens, mask)
+                    batch.added_tokens = chosen.view(sequences, length, -1)
+            counts = routed.tolist(), torch.stack([mask.sum(0) for mask in masks]).sum(0).tolist()
             block.notes[NOTE] = {
-                f"{stack}.{number}": {"routed": here, "added": more}
-                for number, (here, more) in enumerate(
-                    zip(routed.tolist(), added.tolist(), strict=True)
-                )
+                f"{stack}.{number}": {"routed": own, "added": added}
+                for number, (own, added) in enumerate(zip(*counts, strict=True))
             }
 
 
@@ -88,7 +87,7 @@ def candidates(
         other tokens ``[m, E]``, below 0 if there is no token; the tokens ``[m, E]``.
     """
     inputs: list[Tensor] = []
-    chosen: list[Tensor] = []
+    chosen: list[Tensor] = []  # the numbers of each token's experts
     experts, module = block.get(stack), block.get(router)
     hook = experts.register_forward_pre_hook(lambda _, given: chosen.extend(given[1:2]))
     try:
@@ -102,11 +101,11 @@ def candidates(
     index = torch.cat(chosen).clamp_max(count)  # experts that do nothing have higher numbers
     routed = index.new_zeros(len(index), count + 1, dtype=torch.bool)
     routed = routed.scatter_(1, index, True)[:, :count]
-    best, places = probability.masked_fill_(routed, -1).topk(min(least, len(index)), 0)
-    return routed.sum(0).cpu(), best.cpu(), places.cpu()
+    best, tokens = probability.masked_fill_(routed, -1).topk(min(least, len(index)), 0)
+    return routed.sum(0).cpu(), best.cpu(), tokens.cpu()
 
 
-def chosen(best: Sequence[Tensor], wanted: Tensor) -> list[Tensor]:
+def highest(best: Sequence[Tensor], wanted: Tensor) -> list[Tensor]:
     """Masks of the candidates ``best [m, E]`` that are among the ``wanted [E]`` highest of all.
 
     There is a mask for each batch. The first of equal candidates is taken.

@@ -277,11 +277,11 @@ def _observe(
                 watching.callback(experts.observers.pop, linear)
             else:
                 watching.callback(block.get(name).register_forward_pre_hook(hook(name)).remove)
-        if batch.more is not None and observers:
+        if batch.added_tokens is not None and observers:
             for module in block.module.modules():
                 if isinstance(module, SeparateExperts):
-                    module.more = batch.more.flatten(0, 1)
-                    watching.callback(setattr, module, "more", None)
+                    module.added_tokens = batch.added_tokens.flatten(0, 1)
+                    watching.callback(setattr, module, "added_tokens", None)
         with suppress(_AllSeen):
             out = _forward_if_it_fits(block, batch, **extra)
     if out is not None:

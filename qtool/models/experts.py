@@ -198,8 +198,8 @@ class SeparateExperts(nn.ModuleList):
         observers: functions by the name of a linear within an expert. Each is given the inputs
             ``[P, K]`` of all experts, sorted by expert and rotated by pre-hooks, and their counts
             ``[E]``.
-        more: bool ``[T, E]`` or None, tokens that observers see for an expert beyond those that are
-            routed to it. The output does not depend on them.
+        added_tokens: bool ``[T, E]`` or None, tokens that observers see for an expert beyond those
+            that are routed to it. The output does not depend on them.
         grouped: function of tokens, their experts and weights that computes all packed experts at
             once, or returns None if it cannot (:mod:`qtool.runtime.experts`).
     """
@@ -209,7 +209,7 @@ class SeparateExperts(nn.ModuleList):
         self.roles = roles(names)
         self.__dict__["stacked"] = stacked  # only its function is used
         self.observers: dict[str, Callable[[Tensor, Sequence[int]], None]] = {}
-        self.more: Tensor | None = None
+        self.added_tokens: Tensor | None = None
         self.grouped: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
 
     def forward(self, hidden: Tensor, *routing: Tensor) -> Tensor:
@@ -227,16 +227,16 @@ class SeparateExperts(nn.ModuleList):
             out[given] = torch.cat([x[:0], *parts]).to(out.dtype)
             return out
         index, weights = routing
-        watched = self.observers or self.more is not None
+        watched = self.observers or self.added_tokens is not None
         if self.grouped is not None and not watched:
             found = self.grouped(hidden, index, weights)
             if found is not None:
                 return found
         token = torch.arange(index.numel(), device=index.device) // index.shape[1]
         expert = index.flatten()
-        if self.more is not None:
-            more = self.more.nonzero().to(index.device)
-            token, expert = torch.cat([token, more[:, 0]]), torch.cat([expert, more[:, 1]])
+        if self.added_tokens is not None:
+            added = self.added_tokens.nonzero().to(index.device)
+            token, expert = torch.cat([token, added[:, 0]]), torch.cat([expert, added[:, 1]])
         order = expert.argsort(stable=True)
         # numbers beyond are experts that do nothing
         counts = torch.bincount(expert, minlength=len(self))[: len(self)].tolist()
@@ -244,7 +244,7 @@ class SeparateExperts(nn.ModuleList):
         for rows, some, first in self.turns(hidden, counts):
             pairs = order[rows]
             each = self.of_some(hidden[token[pairs]], some, first)
-            if self.more is not None:
+            if self.added_tokens is not None:
                 routed = pairs < index.numel()
                 pairs, each = pairs[routed], each[routed]
             weighted = each * weights.flatten()[pairs, None]

@@ -140,8 +140,8 @@ def test_experts_at_once_give_what_one_after_another_gives(name):
     torch.testing.assert_close(experts(hidden, index, weights), expected, rtol=1e-5, atol=1e-5)
     assert seen["counts"] == [int((index == number).sum()) for number in range(4)]
     first = seen["x"]
-    experts.more = torch.zeros(13, 4, dtype=torch.bool)
-    experts.more[:, 1] = ~(index == 1).any(1)
+    experts.added_tokens = torch.zeros(13, 4, dtype=torch.bool)
+    experts.added_tokens[:, 1] = ~(index == 1).any(1)
     torch.testing.assert_close(experts(hidden, index, weights), expected, rtol=1e-5, atol=1e-5)
     start, alone = seen["counts"][0], (index == 1).sum()
     assert seen["counts"][1] == 13 and len(seen["x"]) == len(first) + 13 - alone
@@ -164,7 +164,7 @@ def test_an_expert_observes_the_tokens_its_router_thinks_likeliest(starved, bloc
     ]
     inputs = [*chain(*(inputs_of(block, batch, "block_sparse_moe.gate") for batch in batches))]
     likely = (torch.cat(inputs) @ block.weight("block_sparse_moe.gate").T).softmax(1)
-    more = torch.cat([batch.more.flatten(0, 1) for batch in batches])
+    more = torch.cat([batch.added_tokens.flatten(0, 1) for batch in batches])
     for expert in (2, 3):
         assert more[:, expert].sum() == min(least, total)
         others = likely[~more[:, expert], expert]
@@ -176,8 +176,8 @@ def test_an_expert_observes_the_tokens_its_router_thinks_likeliest(starved, bloc
     assert torch.tensor(seen).sum(0).tolist() == [r + a for r, a in zip(routed, added, strict=True)]
     for batch, before in zip(batches, expected, strict=True):
         assert torch.equal(run(block, batch), before)
-    halves = torch.cat([half.more for half in batches[0].halves()])
-    assert torch.equal(halves, batches[0].more)
+    halves = torch.cat([half.added_tokens for half in batches[0].halves()])
+    assert torch.equal(halves, batches[0].added_tokens)
 
 
 def test_with_added_tokens_no_expert_is_rounded_by_its_weights(starved, blocks):
