@@ -7,8 +7,8 @@ Legend: B sequences in a batch, S tokens, H hidden size, K input channels.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -264,29 +264,38 @@ def _observe(
         if len(seen) == len(observers) and not to_end:
             raise _AllSeen
 
-    def hook(name: str) -> Callable[..., None]:
-        return lambda _, inputs: see(name, inputs[0].reshape(-1, inputs[0].shape[-1]))
-
     out: dict[str, Tensor] | None = {}
-    with ExitStack() as watching:
-        for name in observers:
-            if "*" in name:
-                stack, _, linear = name.partition(".*.")
-                experts = cast(SeparateExperts, block.get(stack))
-                experts.observers[linear] = partial(see, name)
-                watching.callback(experts.observers.pop, linear)
-            else:
-                watching.callback(block.get(name).register_forward_pre_hook(hook(name)).remove)
-        if batch.added_tokens is not None and observers:
-            for module in block.module.modules():
-                if isinstance(module, SeparateExperts):
-                    module.added_tokens = batch.added_tokens.flatten(0, 1)
-                    watching.callback(setattr, module, "added_tokens", None)
-        with suppress(_AllSeen):
-            out = _forward_if_it_fits(block, batch, **extra)
+    watching = _watched(block, batch, {name: partial(see, name) for name in observers})
+    with watching, suppress(_AllSeen):
+        out = _forward_if_it_fits(block, batch, **extra)
     if out is not None:
         return out
     # inputs that were observed before the memory ran out are not observed again
     left = {name: observer for name, observer in observers.items() if name not in seen}
     parts = [_observe(block, half, left, to_end=to_end, **extra) for half in batch.halves()]
     return batch.joined(parts) if to_end else {}
+
+
+@contextmanager
+def _watched(block: Block, batch: Batch, observers: Mapping[str, Observer]) -> Iterator[None]:
+    """Give the inputs of a forward of ``batch`` to ``observers`` while open."""
+
+    def hook(observer: Observer) -> Callable[..., None]:
+        return lambda _, inputs: observer(inputs[0].reshape(-1, inputs[0].shape[-1]))
+
+    with ExitStack() as opened:
+        for name, observer in observers.items():
+            if "*" in name:
+                stack, _, linear = name.partition(".*.")
+                experts = cast(SeparateExperts, block.get(stack))
+                experts.observers[linear] = observer
+                opened.callback(experts.observers.pop, linear)
+            else:
+                handle = block.get(name).register_forward_pre_hook(hook(observer))
+                opened.callback(handle.remove)
+        if batch.added_tokens is not None and observers:
+            for module in block.module.modules():
+                if isinstance(module, SeparateExperts):
+                    module.added_tokens = batch.added_tokens.flatten(0, 1)
+                    opened.callback(setattr, module, "added_tokens", None)
+        yield
