@@ -137,40 +137,51 @@ def collect(
     that share of the sample and a few more (:func:`_positions`). A linear that saw too few tokens
     (an expert that is hardly ever chosen) is absent from the result.
     """
-    sizes = [count * length for count, length in batch_shapes(batches)]
-    total, collectors = sum(sizes), {}
-    places = by_place(block, linears)
-    for place, of_place in places.items():
+    total, collectors = count_tokens(batches), {}
+    for place, of_place in by_place(block, linears).items():
         an_experts = expert_place(block.module, next(iter(of_place.values()))) is not None
         collectors[place] = _Collector(of_place, _positions(total, tokens, seed, an_experts))
-    names = [name for of_place in places.values() for name in of_place.values()]
+    _observe_all(block, batches, collectors)
+    names = [name for collector in collectors.values() for name in collector.names.values()]
+    seen = [n for collector in collectors.values() for n in collector.seen.values()]
+    own = [value for collector in collectors.values() for value in collector.collected()]
+    found = {}
+    for name, count, of_ranks in zip(
+        names, seen, zip(*ranks.all_gather(own), strict=True), strict=True
+    ):
+        amax = maximum([amax for amax, _, _ in of_ranks])
+        turns = [
+            [[x] for x in kept.split(counts)] if kept is not None else [[]] * len(counts)
+            for _, kept, counts in of_ranks
+        ]
+        sample = [x for turn in ranks.interleave(turns) for x in turn]
+        if saw_enough(block, [name], count, total) and amax is not None:
+            found[name] = Inputs(amax, torch.cat(sample))
+    return found
+
+
+def _observe_all(
+    block: Block, batches: Sequence[Batch], collectors: Mapping[str, _Collector]
+) -> None:
+    """Give all batches to ``collectors``, in turns of one batch of each rank.
+
+    After each turn a collector is told how many tokens every rank's batch had for its linears,
+    since it samples by the position among the tokens of all ranks.
+    """
+    sizes = [count * length for count, length in batch_shapes(batches)]
+    linears = sum(len(collector.names) for collector in collectors.values())
     # an expert's tokens are known only after it has run
     routed = any(group.routed for group in block.family.groups)
     for turn in range(-(-len(sizes) // ranks.size())):
         if turn < len(batches):
             observe(block, [batches[turn]], collectors)
         of_ranks = sizes[turn * ranks.size() : (turn + 1) * ranks.size()]
-        new = [[size] * len(names) for size in of_ranks]
+        new = [[size] * linears for size in of_ranks]
         if routed:
             new = ranks.all_gather([n for c in collectors.values() for n in c.new_tokens])
         of_linears = zip(*new, strict=True)
         for collector in collectors.values():
             collector.end_batch(list(islice(of_linears, len(collector.names))))
-    own = [value for collector in collectors.values() for value in collector.collected()]
-    seen = [n for collector in collectors.values() for n in collector.seen.values()]
-    found = {}
-    for name, count, parts in zip(
-        names, seen, zip(*ranks.all_gather(own), strict=True), strict=True
-    ):
-        amax = maximum([amax for amax, _, _ in parts])
-        turns = [
-            [[x] for x in kept.split(counts)] if kept is not None else [[]] * len(counts)
-            for _, kept, counts in parts
-        ]
-        sample = [x for turn in ranks.interleave(turns) for x in turn]
-        if saw_enough(block, [name], count, total) and amax is not None:
-            found[name] = Inputs(amax, torch.cat(sample))
-    return found
 
 
 def maximum(parts: Iterable[Tensor | None]) -> Tensor | None:
