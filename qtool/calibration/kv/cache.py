@@ -97,29 +97,44 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
         return {}
     attention = attention_name(block.family)
     if f"{attention}.{OFFSET}" in stored:
-        constants = {
+        neutral = {
             name: torch.full(t.shape, NEUTRAL[name.rpartition(".")[2]])
             for name, t in stored.items()
         }
-        if (seen := observe_keys(block, batches)) is not None:
-            constants[f"{attention}.{OFFSET}"] = seen.mean.cpu()
-        # a family refuses smooth-attention if observe_queries does not compute its queries
-        if seen is not None and "smooth-attention" not in block.family.refuses:
-            few = subset(batches, SEQUENCES)
-            constants[f"{attention}.{IMPORTANCE}"] = observe_queries(block, few).importance().cpu()
-        return constants
-    observer = KVObserver()
-    for batch in batches:
-        run(block, batch, **block.with_cache(observer))
-    keys, values = map(
-        maximum, zip(*ranks.all_gather((observer.keys.amax, observer.values.amax)), strict=True)
-    )
+        return neutral | _offset_and_importance(block, attention, batches)
+    keys, values = _largest(block, batches)
     if keys is None or values is None:
         raise QtoolError(f"{kv} has static scales: it needs calibration data, pass --calib")
     return {
         f"{attention}.k_scale": KV8(keys).scale.cpu(),
         f"{attention}.v_scale": KV8(values).scale.cpu(),
     }
+
+
+def _offset_and_importance(
+    block: Block, attention: str, batches: Sequence[Batch]
+) -> dict[str, Tensor]:
+    """kv4's mean of each key channel and the power of its queries; empty without batches.
+
+    A family refuses smooth-attention if its queries cannot be computed; it has no importance.
+    """
+    if (seen := observe_keys(block, batches)) is None:
+        return {}
+    constants = {f"{attention}.{OFFSET}": seen.mean.cpu()}
+    if "smooth-attention" not in block.family.refuses:
+        queries = observe_queries(block, subset(batches, SEQUENCES))
+        constants[f"{attention}.{IMPORTANCE}"] = queries.importance().cpu()
+    return constants
+
+
+def _largest(block: Block, batches: Sequence[Batch]) -> tuple[Tensor | None, Tensor | None]:
+    """The largest magnitudes ``[H, D]`` of keys and of values, of all ranks' batches."""
+    observer = KVObserver()
+    for batch in batches:
+        run(block, batch, **block.with_cache(observer))
+    of_ranks = ranks.all_gather((observer.keys.amax, observer.values.amax))
+    keys, values = zip(*of_ranks, strict=True)
+    return maximum(keys), maximum(values)
 
 
 @contextmanager
