@@ -107,28 +107,19 @@ class Rotate(Transform):
         inputs: list[GroupedRows] = []
         pruned: list[Readers] = []
         for block in blocks:
-            readers = {
-                name: group.source
-                for group in block.family.folds()
-                for name in group.linears
-                if group.reads_residual and name in block.schemes
-            }
-            sparse = {n: norm for n, norm in readers.items() if block.schemes[n].sparsity}
-            size = 2 * sum(block.weight(name).numel() for name in readers)
-            size += 4 * len(set(sparse.values())) * block.config.hidden_size**2
-            every = -(-size * block.config.num_hidden_layers // LARGEST) or 1
+            sparse, dense = (residual_readers(block, pruned=which) for which in (True, False))
+            every = sampling_step(block, sparse, dense)
             if sparse and block.index % every == 0:
                 pruned += readers_of(block, batches, sparse)
-            dense = [name for name in readers if name not in sparse]
             of_norms: dict[str, set[int]] = {}
-            for name in dense:
+            for name, norm in dense.items():
                 scheme, weight = block.schemes[name], block.weight(name)
                 values, hidden = unit_rows(weight[block.index % every :: every]), weight.shape[1]
                 group = scheme.group_size or hidden
                 rows.append(GroupedRows(values, group, scheme.has_zero_points))
                 if scheme.coarse_inputs:
                     size = scheme.activation.group_size or hidden
-                    of_norms.setdefault(readers[name], set()).add(size)
+                    of_norms.setdefault(norm, set()).add(size)
             for batch in batches:
                 tokens = -(-TOKENS // (every * len(batches)))
                 inputs += unit_inputs(block, batch, of_norms, tokens, block.family.layer_norm)
@@ -248,6 +239,28 @@ class Rotate(Transform):
             raise QtoolError(
                 f"rotate: {name} of block {block.index} is a LayerNorm; set keeps_mean: true"
             )
+
+
+def residual_readers(block: Block, *, pruned: bool) -> dict[str, str]:
+    """The linears to quantize that read the residual stream, each with the norm that it reads.
+
+    Those of sparse schemes if ``pruned``, else those of dense ones.
+    """
+    return {
+        name: group.source
+        for group in block.family.folds()
+        for name in group.linears
+        if group.reads_residual
+        and name in block.schemes
+        and bool(block.schemes[name].sparsity) == pruned
+    }
+
+
+def sampling_step(block: Block, sparse: Mapping[str, str], dense: Mapping[str, str]) -> int:
+    """n if the rotation is learned from every n-th row, so that all fit :data:`LARGEST`."""
+    size = 2 * sum(block.weight(name).numel() for name in (*sparse, *dense))
+    size += 4 * len(set(sparse.values())) * block.config.hidden_size**2
+    return -(-size * block.config.num_hidden_layers // LARGEST) or 1
 
 
 def rotate_inputs(block: Block, name: str, q: Hadamard | Dense) -> None:
