@@ -205,37 +205,33 @@ def _require_shapes(weight: Tensor, inputs: Tensor | None, hessian: Tensor | Non
 
 def solve(problems: Sequence[Problem], options: GptqOptions) -> list[Solution]:
     """Solve problems of one scheme and shape, each as if it were alone."""
-    scheme = problems[0].scheme
-    # parameters that need no factor are fitted first: the fit is queued while a GPU still sums the
-    # Hessian, and the factor waits for that sum
-    fits_weight = problems[0].hessian.d is None and not scheme.sparsity
-    fitted = fit(problems, [problem.weight for problem in problems], options) if fits_weight else []
-    states = [prepare(problem, options) for problem in problems]
-    fitted = fitted or fit(problems, [s.kept_target for s in states], options)
-    for s, params in zip(states, fitted, strict=True):
-        s.params = params
+    scheme, states = problems[0].scheme, prepared(problems, options)
     target = stack([s.target[:, s.order] for s in states])
     feedback = stack([s.feedback for s in states])
     keep = stack([s.keep for s in states if s.keep is not None]) if scheme.sparsity else None
     group = stack([s.order // scheme.groups(s.target).shape[2] for s in states])
     error = torch.zeros_like(target)
     for s in states:
-        s.feedback = s.feedback.new_empty(0)
+        s.feedback = s.feedback.new_empty(0)  # freed, or from here on only in the stack
     for turn in range(1 + options.rounds):
-        whole = scheme.grid(scheme.stacked_params([s.params for s in states]))
-        by_problem = (getattr(whole, f.name).unflatten(0, (len(states), -1)) for f in fields(Grid))
-        grid = Grid(*by_problem)
-        codes = sweep(target, error, feedback, grid, group, causal=not turn, keep=keep, panel=PANEL)
-        for s, found in zip(states, codes, strict=True):
-            s.codes = found[:, s.back].to(scheme.code_dtype)
-        if turn < options.rounds:
-            del feedback
+        if turn:
+            del feedback  # the next one takes its memory
             for e, (s, problem) in enumerate(zip(states, problems, strict=True)):
                 s.params = refit(scheme, s.params, s.codes, s.target, problem.hessian.h)
                 error[e] = (s.target - scheme.dequantize(s.codes, s.params))[:, s.order]
             feedback = stack([descent_feedback(s.damped) for s in states if s.damped is not None])
+        grid = stacked_grid(scheme, [s.params for s in states])
+        codes = sweep(target, error, feedback, grid, group, causal=not turn, keep=keep, panel=PANEL)
+        for s, found in zip(states, codes, strict=True):
+            s.codes = found[:, s.back].to(scheme.code_dtype)
     del target, feedback, error
     return [s.solution(problem) for s, problem in zip(states, problems, strict=True)]
+
+
+def stacked_grid(scheme: Scheme, params: Sequence[Params]) -> Grid:
+    """The grid of each problem: the fields are ``[E, N, G]``."""
+    whole = scheme.grid(scheme.stacked_params(params))
+    return Grid(*(getattr(whole, f.name).unflatten(0, (len(params), -1)) for f in fields(Grid)))
 
 
 @dataclass
@@ -273,6 +269,21 @@ class State:
         weight, power = problem.weight, problem.hessian.power
         lost = power(weight - problem.scheme.dequantize(self.codes, self.params))
         return Solution(self.codes, self.params, self.damping, lost, power(weight))
+
+
+def prepared(problems: Sequence[Problem], options: GptqOptions) -> list[State]:
+    """The states before the first column, with fitted parameters.
+
+    Parameters of the weight itself need no factor and are fitted first: the fit is queued while a
+    GPU still sums the Hessian, and the factor waits for that sum.
+    """
+    fits_weight = problems[0].hessian.d is None and not problems[0].scheme.sparsity
+    fitted = fit(problems, [problem.weight for problem in problems], options) if fits_weight else []
+    states = [prepare(problem, options) for problem in problems]
+    fitted = fitted or fit(problems, [s.kept_target for s in states], options)
+    for s, params in zip(states, fitted, strict=True):
+        s.params = params
+    return states
 
 
 def prepare(problem: Problem, options: GptqOptions) -> State:
