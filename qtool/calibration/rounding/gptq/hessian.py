@@ -21,8 +21,9 @@ from qtool.distributed import ranks
 class Hessian:
     """The sums ``h [K, K]`` and, with ``drift``, ``d [K, K]``, float32, after :meth:`complete`.
 
-    With ``hidden`` above 0 it has ``s [hidden, K]`` too. Only the panels of ``h`` that cover its
-    upper triangle are summed; they lie one behind the other.
+    With ``hidden`` above 0, which only a Hessian with ``drift`` may have, it has ``s [hidden, K]``
+    too. Only the panels of ``h`` that cover its upper triangle are summed; they lie one behind the
+    other.
     """
 
     h: Tensor
@@ -85,22 +86,27 @@ class Hessian:
 
     def complete(self) -> "Hessian":
         """The same object with whole sums on all ranks; call it once, after the last batch."""
-        k, (total, *others) = self.panels[-1][0].stop, (part.result() for part in self._sums)
+        k = self.panels[-1][0].stop
+        total, *others = [part.result() for part in self._sums]
         memory, self._sums = self._sums[0].memory, []
-        if len(self.panels) == 1:
-            self.h = total.view(k, k)
-        else:
-            # h takes the memory of the panels if that has room: freed, it would stay a hole in
-            # torch's cache
-            fits = len(memory) == k * k
-            self.h, total = (
-                (memory.view(k, k), total.clone()) if fits else (total.new_empty(k, k), total)
-            )
-            for (rows, columns), panel in self._by_panel(total):
-                self.h[rows, columns], self.h[columns, rows] = panel, panel.T
+        self.h = total.view(k, k) if len(self.panels) == 1 else self._whole(total, memory)
         self.d, self.s = [*(part.view(-1, k) for part in others), None, None][:2]
         self.tokens = sum(ranks.all_gather(self.tokens))
         return self
+
+    def _whole(self, total: Tensor, memory: Tensor) -> Tensor:
+        """``H [K, K]`` from its panels, in their ``memory`` if that has room.
+
+        If that memory were freed, it would stay a hole in torch's cache.
+        """
+        k = self.panels[-1][0].stop
+        if len(memory) == k * k:
+            whole, total = memory.view(k, k), total.clone()
+        else:
+            whole = total.new_empty(k, k)
+        for (rows, columns), panel in self._by_panel(total):
+            whole[rows, columns], whole[columns, rows] = panel, panel.T
+        return whole
 
     def power(self, weight: Tensor) -> Tensor:
         """``2 ||X w_n||^2 [N]`` of the rows of ``weight [N, K]``.
