@@ -45,8 +45,8 @@ from qtool.errors import QtoolError
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.base import Scheme
 
-#: number of calibration tokens that are used; more change little
-SEEN = 1 << 16
+#: calibration tokens from which the statistics of inputs are taken; more change little
+MOST_TOKENS = 1 << 16
 #: a channel is large above so many times the median, and small below the inverse
 UNLIKE = 16
 
@@ -89,7 +89,7 @@ class Smooth(Transform):
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         chosen = [group for group in block.family.folds() if group.fold.value in self.groups]
-        few = own_subset(batches, tokens=SEEN)
+        few = own_subset(batches, tokens=MOST_TOKENS)
         inputs = collect(block, few, [group.linears[0] for group in chosen], self.tokens, self.seed)
         judged = [
             group
@@ -121,7 +121,7 @@ class Smooth(Transform):
     def work(self, block: BlockShape) -> Work:
         candidates = len(self.grid()) + 1
         weights = candidates * block.weights
-        return super().work(block) * min(1.0, SEEN / max(1, block.tokens)) + Work(
+        return super().work(block) * min(1.0, MOST_TOKENS / max(1, block.tokens)) + Work(
             search_weights=weights,
             search_flops=2 * self.tokens * weights,
             search_tries=candidates * sum(turns for turns, _ in self._searches(block)),

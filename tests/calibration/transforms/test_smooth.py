@@ -78,7 +78,7 @@ def test_never_worse_than_not_smoothing_on_its_objective(any_model, blocks):
 
 def test_the_first_tokens_are_looked_at(llama, blocks, monkeypatch):
     """Whole batches, until they hold enough of them."""
-    monkeypatch.setattr(smooth, "SEEN", 1)
+    monkeypatch.setattr(smooth, "MOST_TOKENS", 1)
     (one, batches), (other, _) = blocks(copy.deepcopy(llama))[0], blocks(copy.deepcopy(llama))[0]
     assert len(batches) > 1
     Smooth(steps=2).apply(one, batches)
