@@ -131,11 +131,9 @@ class GatherOutliers(Transform):
 
     def _plan(self, amax: Tensor) -> tuple[BlockPlan, int]:
         """The plan for blocks with outliers, and the number of blocks that may have 8 bits."""
-        limits = self.max_8bit_blocks, self.min_w4a4_share
-        plan = plan_blocks(
-            amax, ratio=self.ratio, max_8bit_blocks=limits[0], min_w4a4_share=limits[1]
-        )
-        return plan, block_cap(len(amax), *limits)
+        most, share = self.max_8bit_blocks, self.min_w4a4_share
+        plan = plan_blocks(amax, ratio=self.ratio, max_8bit_blocks=most, min_w4a4_share=share)
+        return plan, block_cap(len(amax), most, share)
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
