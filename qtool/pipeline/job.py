@@ -120,29 +120,31 @@ class Job(Architecture):
         for method in transforms:
             _require_transforms(method)
             method.prepare(family, settings)
-        blocks = range(settings.num_hidden_layers)
-        first = {family.at(settings, block): block for block in reversed(blocks)}
-        kinds = list(first)[::-1]
+        first: dict[Family, int] = {}  # the first block of each kind
+        for block in range(settings.num_hidden_layers):
+            first.setdefault(family.at(settings, block), block)
         shapes = {
-            f"{family.blocks}.{first[kind]}.{n}": kind.shape(f"{n}.weight", settings)
-            for kind in kinds
-            for n in kind.linears()
+            f"{family.blocks}.{block}.{name}": kind.shape(f"{name}.weight", settings)
+            for kind, block in first.items()
+            for name in kind.linears()
         }
         require_matches(recipe, family.all_linears(settings), next(iter(shapes)))
         recipe = with_unmatched(recipe, family.all_linears(settings))
         recipe = for_shapes(for_groups(recipe, shapes), shapes)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
-        permuted, rotated = (
-            tuple(dict.fromkeys(n for kind in kinds for t in transforms for n in named(t, kind)))
-            for named in (_permuted, _rotated)
-        )
-        linears = {name for kind in kinds for name in kind.linears()}
+        permuted: dict[str, None] = {}  # names in their order, each once
+        rotated: dict[str, None] = {}
+        for kind in first:
+            for method in transforms:
+                permuted |= _linears(method, kind, method.permutes(kind), "permutes")
+                rotated |= _linears(method, kind, method.rotates(kind), "rotates")
+        linears = {name for kind in first for name in kind.linears()}
         checkpoint_format = CheckpointFormat(
             recipe.scheme,
             rules,
-            permuted=permuted,
+            permuted=tuple(permuted),
             kv=recipe.kv,
-            rotated=of_any_expert(rotated, linears),
+            rotated=of_any_expert(tuple(rotated), linears),
         )
         return cls(
             config, family, dtype, source_dtype, recipe, checkpoint_format, transforms, rounding
@@ -364,19 +366,14 @@ def _require_transforms(method: Transform) -> None:
             )
 
 
-def _permuted(method: Transform, family: Family) -> tuple[str, ...]:
-    """:meth:`Transform.permutes`, all of them linears of the block."""
-    return _linears(method, family, method.permutes(family), "permutes")
-
-
-def _rotated(method: Transform, family: Family) -> tuple[str, ...]:
-    """:meth:`Transform.rotates`, all of them linears of the block."""
-    return _linears(method, family, method.rotates(family), "rotates")
-
-
 def _linears(
     method: Transform, family: Family, names: tuple[str, ...], does: str
-) -> tuple[str, ...]:
+) -> dict[str, None]:
+    """``names`` of linears whose inputs ``method`` permutes or rotates, in their order.
+
+    Raises:
+        QtoolError: one of them is no linear of a block.
+    """
     linears = set(family.linears())
     for name in names:
         if name not in linears:
@@ -384,7 +381,7 @@ def _linears(
                 f"{method.name}: it {does} the inputs of {name!r}, no linear of a {family.name} "
                 f"block: {suggest(name, linears)}"
             )
-    return names
+    return dict.fromkeys(names)
 
 
 def _method(table: dict[str, type[Kind]], step: Step, kind: str) -> Kind:
