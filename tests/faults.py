@@ -1369,9 +1369,9 @@ FAULTS = [
             "tests/runtime/test_linear.py -k version",
         ),
         (
-            "qtool/pipeline/streaming/built_blocks.py",
-            "            if linear_format.rotated:\n",
-            "            if not linear_format:\n",
+            "qtool/pipeline/streaming/packing.py",
+            "        if linear_format.rotated:\n",
+            "        if not linear_format:\n",
             "tests/pipeline/test_reference.py -k ones_before",
         ),
         (

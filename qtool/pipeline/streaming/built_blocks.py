@@ -8,7 +8,7 @@ On CUDA forwards are in the model's 16-bit dtype; the weights that methods chang
 float32.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -20,11 +20,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.expert_tokens import add_tokens
 from qtool.calibration.forwards import Reference, propagate
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
-from qtool.calibration.rounding.rounded import (
-    Rounded,
-    SimulatedLinear,
-)
-from qtool.calibration.stacking import packed_in_turn
+from qtool.calibration.rounding.rounded import SimulatedLinear
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
 from qtool.format import LinearFormat
@@ -40,12 +36,12 @@ from qtool.pipeline.streaming.activations import Activations
 from qtool.pipeline.streaming.embedding_and_head import as_stored, table_rows
 from qtool.pipeline.streaming.method_checks import (
     apply,
-    check_codes,
     naming_too_large,
     require_json,
     require_packable,
     require_stored,
 )
+from qtool.pipeline.streaming.packing import install_packed, packed
 from qtool.pipeline.streaming.snapshots import Snapshots
 from qtool.runtime.fused_norms import fuse_norms
 
@@ -187,29 +183,9 @@ class BuiltBlocks:
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
         with phase("pack"):
-            stored |= dict(self._packed(block, formats, rounded))
+            stored |= dict(packed(block, job, rounded, self.device))
         _empty(block.module)
         return [(name, stored[name]) for name in spec]
-
-    def _packed(
-        self, block: Block, formats: Mapping[str, LinearFormat], rounded: dict[str, Rounded]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """``(full name, tensor)`` of all packed linears; ``rounded`` is emptied meanwhile."""
-        job, prefix = self.job, self.job.full(block.index, "")
-        turns = list(_packed_at_once(formats, job.linears(block.index), self.device))
-        for names in ranks.local_items(turns):
-            scheme = formats[names[0]].scheme_object
-            check_codes(scheme, {prefix + name: rounded[name] for name in names})
-        for names in turns:
-            linear_format, found = formats[names[0]], [rounded.pop(name) for name in names]
-            packed = linear_format.pack_all([(one.codes, one.params) for one in found])
-            for name, own in zip(names, packed, strict=True):
-                for part, tensor in own.items():
-                    yield f"{prefix}{name}.{part}", tensor
-        for name in formats:
-            if job.format.is_permuted(prefix + name):
-                order = block.permutations.get(name, torch.arange(block.weight(name).shape[1]))
-                yield f"{prefix}{name}.permutation", order.to(torch.int32)
 
     def _transformed(
         self, index: int, following: int | None, notes: dict[str, Any]
@@ -328,21 +304,7 @@ class BuiltBlocks:
         }
         module = self._module(index, self._moved(weights), dtype)
         block = Block(index, module, job.block_family(index), job.namespace, {})
-        linears, formats = job.linears(index), job.formats(index)
-        for name, linear_format in formats.items():
-            block.schemes[name] = linear_format.scheme_object
-            if (order := parts.get(f"{name}.permutation")) is not None:
-                block.permutations[name] = order.long()
-            if linear_format.rotated:
-                block.rotated.add(name)
-        for names in _packed_at_once(formats, linears, self.device):
-            linear_format, (n, k) = formats[names[0]], linears[names[0]]
-            stored_parts = [
-                {part: parts[f"{name}.{part}"] for part in linear_format.tensors(n, k)}
-                for name in names
-            ]
-            found = linear_format.unpack_all(stored_parts, n, k)
-            block.install({n: Rounded(*one) for n, one in zip(names, found, strict=True)})
+        install_packed(block, job, parts, self.device)
         return block
 
     def close(self) -> None:
@@ -375,20 +337,6 @@ class BuiltBlocks:
         }
         fill(module, computed, self.device)
         return module
-
-
-def _packed_at_once(
-    formats: Mapping[str, LinearFormat],
-    shapes: Mapping[str, tuple[int, int]],
-    device: torch.device,
-) -> Iterator[Sequence[str]]:
-    """The linears of ``formats`` that are packed, or unpacked, at once: of one format and shape."""
-    kinds: dict[Hashable, list[str]] = {}
-    for name, linear_format in formats.items():
-        alone = linear_format.scheme_object.shared_params and name
-        kinds.setdefault((linear_format, shapes[name], alone), []).append(name)
-    for names in kinds.values():
-        yield from packed_in_turn(names, *shapes[names[0]], device.type == "cuda")
 
 
 def as_computed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
