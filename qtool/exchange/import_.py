@@ -41,6 +41,7 @@ from qtool.io.source_names import adopt
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models import family_of
 from qtool.models.architecture import Architecture
+from qtool.models.family_checks import require_sizes
 from qtool.models.torch_defaults import torch_defaults
 from qtool.progress import Progress
 from qtool.runtime.dispatch import not_served
@@ -196,7 +197,7 @@ def _linears(source: Checkpoint, foreign: ImportFormat) -> dict[str, tuple[int, 
     """The quantized linears and their ``(N, K)``."""
     model = family_of(source.config)
     namespace, linears = model.settings(source.config), {}
-    model.require_sizes(namespace)
+    require_sizes(model, namespace)
     quantized = {name for tensor in source.entries if (name := foreign.linear_of(tensor))}
     for block in range(namespace.num_hidden_layers):
         family = model.at(namespace, block)

@@ -18,6 +18,7 @@ from qtool.models.families.opt import OPT
 from qtool.models.families.phi3 import PHI3
 from qtool.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from qtool.models.family import Family
+from qtool.models.family_checks import require_consistent
 from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, SharedHeadCache
 
 FAMILIES: list[Family] = [
@@ -35,7 +36,7 @@ def register_family(family: Family) -> None:
     """
     if not isinstance(family, Family):
         raise QtoolError(f"register_family: {family!r} is no qtool.models.Family")
-    family.require_consistent()
+    require_consistent(family)
     for other in FAMILIES:
         if other is family or vars(other) == vars(family):
             return

@@ -14,8 +14,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from qtool.errors import QtoolError, suggest
-from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, RowsOf, of_expert
+from qtool.errors import QtoolError
+from qtool.models.parts import Attention, Experts, Heads, LinearGroup, RowsOf, of_expert
 
 #: sizes in config.json: those that every family reads, those that may be absent, and those that
 #: only some families read (the config.json of another may set them to 0)
@@ -31,7 +31,7 @@ OF_SOME = ("ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"
 #: the words for sizes that every family has
 SIZES = ("hidden", "q", "kv", "dim", "inter", "vocab")
 #: more than any model has: beyond these a config.json is damaged
-MOST_BLOCKS, MOST_EXPERTS, LARGEST_SIZE = 1024, 4096, 1 << 22
+MOST_BLOCKS, MOST_EXPERTS = 1024, 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,79 +199,6 @@ class Family:
         sizes = _class_sizes(str(config.get("model_type")))
         return SimpleNamespace(**{**sizes, **self.defaults, **config})
 
-    def require_sizes(self, settings: SimpleNamespace) -> None:
-        """Check that all sizes that the family's shapes are declared in are there.
-
-        Raises:
-            QtoolError: one is missing, no positive whole number, or larger than any model's.
-        """
-        if self.derived:
-            return  # transformers built a model of them
-        for key in (*REQUIRED, *OPTIONAL):
-            value = getattr(settings, key, None)
-            if (key in REQUIRED or value is not None) and not _positive(value):
-                raise QtoolError(
-                    f"config.json: {key} is {value!r}; a positive whole number is expected"
-                )
-        try:
-            dims = self.dimensions(settings)
-        except (AttributeError, TypeError, ValueError) as error:
-            raise QtoolError(
-                f"config.json does not hold the sizes of {self.name}: {error}"
-            ) from error
-        if settings.num_hidden_layers > MOST_BLOCKS:
-            raise QtoolError(
-                f"config.json: num_hidden_layers is {settings.num_hidden_layers}; at most "
-                f"{MOST_BLOCKS} are expected"
-            )
-        words = {w for shape in self.tensors.values() for w in shape.replace("+", " ").split()}
-        for word in ("vocab", *sorted(words & dims.keys())):
-            if not _positive(dims[word]) or dims[word] > LARGEST_SIZE:
-                most = f"; at most {LARGEST_SIZE} are expected" if _positive(dims[word]) else ""
-                raise QtoolError(
-                    f"config.json: the size {word!r} of a {self.name} model is {dims[word]!r} "
-                    f"there{most}"
-                )
-
-    def require_consistent(self) -> None:
-        """Check that what the declaration names is declared in it.
-
-        Raises:
-            QtoolError: naming the part and what is not there.
-        """
-        if isinstance(self.model_types, str):
-            raise QtoolError(
-                f"family {self.name}: model_types is {self.model_types!r}; a tuple is expected"
-            )
-        parts = {part for parts in self.fused.values() for part in parts}
-        named: dict[str, str] = {}
-        for group in self.groups:
-            if isinstance(group.linears, str) or not isinstance(group.fold, Fold):
-                raise QtoolError(
-                    f"family {self.name}: a group has linears {group.linears!r} and fold"
-                    f" {group.fold!r}; a tuple of names and a Fold are expected"
-                )
-            named |= dict.fromkeys(group.linears, "groups")
-            if group.fold is not Fold.NONE:
-                named[group.source] = "source"
-            if group.gate:
-                named[group.gate] = "gate"
-        if self.attention:
-            projections = (self.attention.q, self.attention.k, self.attention.v, self.attention.o)
-            named |= dict.fromkeys(projections, "attention")
-        for name, where in named.items():
-            if name not in parts and f"{name}.weight" not in self.tensors:
-                raise QtoolError(
-                    f"family {self.name}: {where} names {name!r}, and tensors has no {name}.weight"
-                )
-        known = {*SIZES, *self.sizes}
-        for tensor, shape in self.tensors.items():
-            for word in shape.replace("+", " ").split():
-                if not word.isdigit() and word not in known:
-                    raise QtoolError(
-                        f"family {self.name}: the size {word!r} of {tensor}: {suggest(word, known)}"
-                    )
-
     def disk_name(self, name: str) -> str:
         """The name that checkpoints have for the tensor or module ``name``."""
         parts = name.split(".")
@@ -401,10 +328,6 @@ def _class_sizes(model_type: str) -> dict[str, int]:
 def _each(name: str, count: int) -> range:
     """The experts that ``name`` is repeated for."""
     return range(count if "*" in name else 1)
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _shape(words: str, dims: Mapping[str, int]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from qtool.io.source import dequantized_note, plain_config
 from qtool.layouts.row_major import BY_BITS
 from qtool.models import Family, family_of
 from qtool.models.architecture import DTYPES, Architecture, dtype_name, named_dtype
+from qtool.models.family_checks import require_sizes
 from qtool.models.parts import Heads
 from qtool.pipeline.recipe_fit.family_recipe import for_family, for_tied_head
 from qtool.pipeline.recipe_fit.group_fit import for_groups
@@ -87,7 +88,7 @@ class Job(Architecture):
         if "quantization_config" in config:
             raise QtoolError(already_quantized(config))
         family = family_of(config)
-        family.require_sizes(family.settings(config))
+        require_sizes(family, family.settings(config))
         source_dtype = source_dtype or DTYPES.get(named_dtype(config), torch.float32)
         recipe = for_family(recipe, family)
         job = cls._composed(config, family, recipe, source_dtype, dtype or source_dtype)

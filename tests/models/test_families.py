@@ -18,6 +18,7 @@ from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.models import FAMILIES, Attention, Family, Fold, Heads, LinearGroup, family_of
 from qtool.models.families.llama import DOWN, LLAMA, UP
+from qtool.models.family_checks import require_consistent
 from qtool.models.unsupported import DECODERS, why_unsupported
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize
@@ -140,7 +141,7 @@ def test_what_register_family_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_declared_families_name_what_they_declare(family: Family) -> None:
-    family.require_consistent()
+    require_consistent(family)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""Checks a family's declaration, and that a config.json holds the sizes that it is declared in."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from qtool.errors import QtoolError, suggest
+from qtool.models.family import MOST_BLOCKS, OPTIONAL, REQUIRED, SIZES, Family
+from qtool.models.parts import Fold
+
+#: more than any size of a model: beyond it a config.json is damaged
+LARGEST_SIZE = 1 << 22
+
+
+def require_sizes(family: Family, settings: SimpleNamespace) -> None:
+    """Check that ``settings`` have all sizes in which the family's shapes are declared.
+
+    Raises:
+        QtoolError: one is missing, no positive whole number, or larger than any model's.
+    """
+    if family.derived:
+        return  # transformers built a model of them
+    for key in (*REQUIRED, *OPTIONAL):
+        value = getattr(settings, key, None)
+        if (key in REQUIRED or value is not None) and not _positive(value):
+            raise QtoolError(
+                f"config.json: {key} is {value!r}; a positive whole number is expected"
+            )
+    try:
+        dims = family.dimensions(settings)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise QtoolError(
+            f"config.json does not hold the sizes of {family.name}: {error}"
+        ) from error
+    if settings.num_hidden_layers > MOST_BLOCKS:
+        raise QtoolError(
+            f"config.json: num_hidden_layers is {settings.num_hidden_layers}; at most "
+            f"{MOST_BLOCKS} are expected"
+        )
+    words = {w for shape in family.tensors.values() for w in shape.replace("+", " ").split()}
+    for word in ("vocab", *sorted(words & dims.keys())):
+        if not _positive(dims[word]) or dims[word] > LARGEST_SIZE:
+            most = f"; at most {LARGEST_SIZE} are expected" if _positive(dims[word]) else ""
+            raise QtoolError(
+                f"config.json: the size {word!r} of a {family.name} model is {dims[word]!r} "
+                f"there{most}"
+            )
+
+
+def require_consistent(family: Family) -> None:
+    """Check that what the declaration names is declared in it.
+
+    Raises:
+        QtoolError: naming the part and what is not there.
+    """
+    if isinstance(family.model_types, str):
+        raise QtoolError(
+            f"family {family.name}: model_types is {family.model_types!r}; a tuple is expected"
+        )
+    parts = {part for parts in family.fused.values() for part in parts}
+    named: dict[str, str] = {}
+    for group in family.groups:
+        if isinstance(group.linears, str) or not isinstance(group.fold, Fold):
+            raise QtoolError(
+                f"family {family.name}: a group has linears {group.linears!r} and fold"
+                f" {group.fold!r}; a tuple of names and a Fold are expected"
+            )
+        named |= dict.fromkeys(group.linears, "groups")
+        if group.fold is not Fold.NONE:
+            named[group.source] = "source"
+        if group.gate:
+            named[group.gate] = "gate"
+    if family.attention:
+        projections = (
+            family.attention.q,
+            family.attention.k,
+            family.attention.v,
+            family.attention.o,
+        )
+        named |= dict.fromkeys(projections, "attention")
+    for name, where in named.items():
+        if name not in parts and f"{name}.weight" not in family.tensors:
+            raise QtoolError(
+                f"family {family.name}: {where} names {name!r}, and tensors has no {name}.weight"
+            )
+    known = {*SIZES, *family.sizes}
+    for tensor, shape in family.tensors.items():
+        for word in shape.replace("+", " ").split():
+            if not word.isdigit() and word not in known:
+                raise QtoolError(
+                    f"family {family.name}: the size {word!r} of {tensor}: {suggest(word, known)}"
+                )
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
