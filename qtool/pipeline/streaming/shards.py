@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.calibration.method import LEARNING_SEQUENCES, require_returned
+from qtool.calibration.method import LEARNING_SEQUENCES, Transform, require_returned
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
@@ -166,18 +166,7 @@ class Shards:
         """The first block to compute, and the object that makes it and the later ones."""
         if not self.collective:
             return 0, StreamedBlocks(self.source, self.job, self.device)
-        room = 0.0
-        if self.job.needs_data:
-            own = sum(ids.numel() for ids in ranks.local_items(tokens))
-            sizes = own, max(ids.shape[1] for ids in tokens)
-            if activations == "auto":
-                activations, room = place_for(self.job, *sizes, self.device)
-            elif activations == "host" and self.device.type == "cpu":
-                activations = "device"  # its memory is the host's
-            ranks.log(described(self.job, *sizes, self.device, activations))
-        place = Activations(
-            activations, compute_dtype(self.job, self.device), self.output.partial / RUN, room
-        )
+        place = self._place(tokens, activations)
         timed = partial(self.phases.thread, "activations")
         missing_bytes = partial(self.output.missing_bytes, self.specs)
         snapshots = Snapshots(self.output, self.device, writer, missing_bytes, timed)
@@ -188,15 +177,30 @@ class Shards:
         )
         return start, blocks
 
+    def _place(self, tokens: Sequence[Tensor], activations: str) -> Activations:
+        """The place of the activations; ``auto`` is the first with room."""
+        room = 0.0
+        if self.job.needs_data:
+            own = sum(ids.numel() for ids in ranks.local_items(tokens))
+            sizes = own, max(ids.shape[1] for ids in tokens)
+            if activations == "auto":
+                activations, room = place_for(self.job, *sizes, self.device)
+            elif activations == "host" and self.device.type == "cpu":
+                activations = "device"  # its memory is the host's
+            ranks.log(described(self.job, *sizes, self.device, activations))
+        return self._activations(activations, room)
+
+    def _activations(self, place: str, room: float = 0.0) -> Activations:
+        dtype = compute_dtype(self.job, self.device)
+        return Activations(place, dtype, self.output.partial / RUN, room)
+
     def _learn(self, tokens: Sequence[Tensor], snapshots: Snapshots) -> None:
         """Let the transforms that learn from all blocks do so, on the first of several ranks.
 
-        They see :data:`LEARNING_SEQUENCES` sequences, which stay on the device. The learned tensors
-        are kept on disk, so that a resumed run has the same.
+        The learned tensors are kept on disk, so that a resumed run has the same.
         """
-        job, output = self.job, self.output
-        place = Activations("device", compute_dtype(job, self.device), output.partial / RUN)
-        for number, transform in enumerate(job.transforms):
+        output = self.output
+        for number, transform in enumerate(self.job.transforms):
             if not transform.learns:
                 continue
             name, found = f"learned-{transform.name}", {}
@@ -205,26 +209,28 @@ class Shards:
                     found = {key: read(entry) for key, entry in kept[0].items()}
                 else:
                     with ranks.alone(), phase("search"):
-                        built = BuiltBlocks(
-                            self.source,
-                            replace(
-                                job,
-                                transforms=job.transforms[:number],
-                                rounding=RoundToNearest(),
-                            ),
-                            list(_first(tokens, LEARNING_SEQUENCES)),
-                            self.device,
-                            place,
-                            snapshots,
-                            self.phases,
-                        )
-                        with closing(built):
-                            found = transform.learn(built.blocks(), built.batches)
-                    for key, tensor in require_returned(transform, "learn", found, dict).items():
-                        require_returned(transform, "learn", tensor, Tensor, f" for {key!r}")
+                        found = self._learned(transform, number, tokens, snapshots)
                     output.keep(name, found, found.items(), {})
             shared = ranks.broadcast(found)
             transform.load({name: tensor.to(self.device) for name, tensor in shared.items()})
+
+    def _learned(
+        self, transform: Transform, number: int, tokens: Sequence[Tensor], snapshots: Snapshots
+    ) -> dict[str, Tensor]:
+        """What transform ``number`` learns from blocks that the earlier ones have rewritten.
+
+        It sees :data:`LEARNING_SEQUENCES` sequences, which stay on the device.
+        """
+        job = self.job
+        earlier = replace(job, transforms=job.transforms[:number], rounding=RoundToNearest())
+        few, place = list(_first(tokens, LEARNING_SEQUENCES)), self._activations("device")
+        with closing(
+            BuiltBlocks(self.source, earlier, few, self.device, place, snapshots, self.phases)
+        ) as built:
+            found = transform.learn(built.blocks(), built.batches)
+        for key, tensor in require_returned(transform, "learn", found, dict).items():
+            require_returned(transform, "learn", tensor, Tensor, f" for {key!r}")
+        return found
 
     def _putting(
         self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]
