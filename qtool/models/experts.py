@@ -26,7 +26,14 @@ from qtool.models.parts import Experts
 
 @dataclass(frozen=True)
 class Form:
-    """How a class stacks its experts; the defaults are those of the first versions."""
+    """How a class stacks its experts.
+
+    Attributes:
+        gate: gate and up are one stack ``gate_up_proj``; else there is only ``up_proj``.
+        bias: the linears have biases.
+        transposed: the stacks are ``[E, K, N]``, inputs before outputs.
+        interleaved: rows of gate and up lie in turn; else one after the other.
+    """
 
     gate: bool
     bias: bool
@@ -48,9 +55,8 @@ class Form:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether ``module`` holds stacked experts in a form that this module knows."""
-    if getattr(module, "has_post_expert_norm", False) or not hasattr(module, "act_fn") | hasattr(
-        module, "_apply_gate"
-    ):
+    activates = hasattr(module, "act_fn") or hasattr(module, "_apply_gate")
+    if getattr(module, "has_post_expert_norm", False) or not activates:
         return False
     form = Form.of(module)
     parameters = dict(module.named_parameters(recurse=False))
@@ -221,30 +227,19 @@ class SeparateExperts(nn.ModuleList):
                 go to it, and the result has this form too.
         """
         if not routing:
-            out, given = torch.zeros_like(hidden), hidden.any(1)
-            x, counts = hidden[given], given.view(len(self), -1).sum(1).tolist()
-            parts = [self.of_some(x[rows], some, e) for rows, some, e in self.turns(x, counts)]
-            out[given] = torch.cat([x[:0], *parts]).to(out.dtype)
-            return out
+            return self.of_scaled_copies(hidden)
         index, weights = routing
         watched = self.observers or self.added_tokens is not None
         if self.grouped is not None and not watched:
             found = self.grouped(hidden, index, weights)
             if found is not None:
                 return found
-        token = torch.arange(index.numel(), device=index.device) // index.shape[1]
-        expert = index.flatten()
-        if self.added_tokens is not None:
-            added = self.added_tokens.nonzero().to(index.device)
-            token, expert = torch.cat([token, added[:, 0]]), torch.cat([expert, added[:, 1]])
-        order = expert.argsort(stable=True)
-        # numbers beyond are experts that do nothing
-        counts = torch.bincount(expert, minlength=len(self))[: len(self)].tolist()
+        token, order, counts = self.sorted_pairs(index)
         out = torch.zeros_like(hidden)
         for rows, some, first in self.turns(hidden, counts):
             pairs = order[rows]
             each = self.of_some(hidden[token[pairs]], some, first)
-            if self.added_tokens is not None:
+            if self.added_tokens is not None:  # the pairs that were added have no weight
                 routed = pairs < index.numel()
                 pairs, each = pairs[routed], each[routed]
             weighted = each * weights.flatten()[pairs, None]
@@ -255,6 +250,30 @@ class SeparateExperts(nn.ModuleList):
                 terms[pairs] = weighted
                 out += terms.view(*index.shape, -1).sum(1).to(out.dtype)
         return out
+
+    def of_scaled_copies(self, hidden: Tensor) -> Tensor:
+        """:meth:`forward` without routing."""
+        out, given = torch.zeros_like(hidden), hidden.any(1)
+        x, counts = hidden[given], given.view(len(self), -1).sum(1).tolist()
+        parts = [self.of_some(x[rows], some, e) for rows, some, e in self.turns(x, counts)]
+        out[given] = torch.cat([x[:0], *parts]).to(out.dtype)
+        return out
+
+    def sorted_pairs(self, index: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """The pairs of a token and an expert in ``index [T, k]``, then those of added tokens.
+
+        Returns:
+            The token of each pair ``[P]``; the numbers of the pairs ``[P]``, sorted by expert; the
+            number of pairs of each expert.
+        """
+        token = torch.arange(index.numel(), device=index.device) // index.shape[1]
+        expert = index.flatten()
+        if self.added_tokens is not None:
+            added = self.added_tokens.nonzero().to(index.device)
+            token, expert = torch.cat([token, added[:, 0]]), torch.cat([expert, added[:, 1]])
+        # numbers beyond are experts that do nothing
+        counts = torch.bincount(expert, minlength=len(self))[: len(self)].tolist()
+        return token, expert.argsort(stable=True), counts
 
     def turns(
         self, hidden: Tensor, counts: Sequence[int]
