@@ -73,6 +73,8 @@ class Windows:
     Attributes:
         facts: the user's choices, which identify an unfinished run; the facts of :attr:`drawn` and
             :meth:`for_run` also describe the text that was found.
+        output: the run in whose directory a continuation keeps its journal; None before
+            :meth:`for_run`, so that windows drawn without a run keep none.
     """
 
     def __init__(
@@ -137,14 +139,7 @@ class Windows:
         ids, how = interleave(windows), {}
         if self.job.recipe.windows == CONTINUED:
             need = self._continuation(ids)
-            try:
-                ids = self._continued(ids, need)
-            except torch.OutOfMemoryError as error:
-                raise QtoolError(
-                    f"{self.device} ran out of memory ({in_one_line(error)}) while the "
-                    "model continued calibration windows: free memory, or pass --windows given for "
-                    "windows that are all of the text"
-                ) from error
+            ids = self._continued(ids, need)
             how = {"continued_by": ROUNDED_SCHEME} if need.rounded else {}
         drawn = _batches(ids, {**self.facts, **facts(found), **how})
         return Calibration(drawn.tokens, {**drawn.facts, "tokens": fingerprint(drawn.tokens)})
@@ -180,22 +175,31 @@ class Windows:
         return need
 
     def _continued(self, ids: Tensor, need: ContinuationMemory) -> Tensor:
-        """The windows ``ids``, with each of their pieces continued by the model from its start."""
+        """The windows ``ids``, with each of their pieces continued by the model from its start.
+
+        Raises:
+            QtoolError: the device ran out of memory.
+        """
         began = time.monotonic()
-        if need.rounded:
-            model = load_rounded(self.source, self.device)
-        else:
-            dtype = None if self.device.type == "cuda" else torch.float32
-            model = load(self.source, device=str(self.device), dtype=dtype)
-        model = text_model(model)
         prompts = ids.reshape(-1, need.length)[:, : need.given]
         journal = None
         if self.output is not None and need.cache <= JOURNAL_BYTES:
             journal = OutputJournal(self.output, need, str(self.device))
-        pieces = continued(
-            model, prompts, need.length, seed=self.seed, batch_size=need.batch_size, journal=journal
-        )
-        del model
+        try:
+            pieces = continued(
+                self._model(need),
+                prompts,
+                need.length,
+                seed=self.seed,
+                batch_size=need.batch_size,
+                journal=journal,
+            )
+        except torch.OutOfMemoryError as error:
+            raise QtoolError(
+                f"{self.device} ran out of memory ({in_one_line(error)}) while the "
+                "model continued calibration windows: free memory, or pass --windows given for "
+                "windows that are all of the text"
+            ) from error
         gc.collect()  # a model has reference cycles, and the run needs its memory
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -205,6 +209,13 @@ class Windows:
             f"({time.monotonic() - began:.0f} s)"
         )
         return pieces.reshape(ids.shape)
+
+    def _model(self, need: ContinuationMemory) -> Any:
+        """The model that continues windows."""
+        if need.rounded:
+            return text_model(load_rounded(self.source, self.device))
+        dtype = None if self.device.type == "cuda" else torch.float32
+        return text_model(load(self.source, device=str(self.device), dtype=dtype))
 
 
 class OutputJournal(Journal):
