@@ -191,9 +191,8 @@ def job_of(
         for name, entry in source.entries.items()
         if name not in shapes and not is_second_head(name, job)
     }
-    kept = {*job.family.outside, *job.family.integers} if cast else shapes
-    others = {name: source.entry(name).dtype for name in kept}
-    others = {name: other for name, other in others.items() if other != job.dtype}
+    uncast = {*job.family.outside, *job.family.integers} if cast else shapes
+    dtypes = {name: source.entry(name).dtype for name in uncast}
     notes = tuple(source.notes)
     matrices = [name for name, t in unknown.items() if t.dim() > 1 and t.is_floating_point()]
     if matrices and job.transforms:
@@ -201,6 +200,7 @@ def job_of(
             f"{matrices[0]} and all else that no {job.family.name} model has is copied as it is; "
             "the recipe's transforms change embedding, norms and head, and it does not follow them",
         )
+    others = {name: stored for name, stored in dtypes.items() if stored != job.dtype}
     return replace(job, other_dtypes=others, unknown=unknown, source_notes=notes)
 
 
@@ -315,7 +315,7 @@ def _methods(job: Job) -> dict[str, Any]:
 
 
 def fingerprint(tokens: Sequence[Tensor]) -> str:
-    """sha256 of token ids, for provenance."""
+    """sha256 of token ids and the sizes of their batches, for provenance."""
     digest = hashlib.sha256(json.dumps([list(t.shape) for t in tokens]).encode())
     for ids in tokens:
         digest.update(ids.numpy().tobytes())
