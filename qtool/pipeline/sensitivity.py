@@ -235,12 +235,7 @@ def sensitivity(
         if progress:
             progress(number, len(candidates.groups), {})
     chosen = best_allocation(options, budget_bits * candidates.weights)
-    path = [of for of in allocations(options) if of != chosen] + [chosen]
-    path.sort(key=lambda of: sum(option.bits for option in of.values()))
-    best = path.index(chosen)
-    curve = [candidates.point(of) for of in path]
-    for i in {round(i * (len(path) - 1) / (MEASURED - 1)) for i in range(MEASURED)} | {best}:
-        curve[i] = candidates.point(path[i], probe)
+    curve, point = _curve(candidates, options, chosen, probe)
     uniform = {
         choice: candidates.point({group: of[i] for group, of in options.items()}, probe)
         for i, choice in enumerate(candidates.choices)
@@ -248,14 +243,32 @@ def sensitivity(
     formats = {group: candidates.formats({group: o.choice}) for group, o in chosen.items()}
     recipe = replace(
         job.recipe,
-        scheme=f"{job.recipe.scheme}-{curve[best].bits:.2f}",
-        about=f"schemes by sensitivity: {curve[best].bits:.3f} bits a weight",
+        scheme=f"{job.recipe.scheme}-{point.bits:.2f}",
+        about=f"schemes by sensitivity: {point.bits:.3f} bits a weight",
         layers=tuple(_rules(job, formats)),
         variant="custom",
         departures=(),
     )
     named = {job.full(block, ", ".join(linears)): of for (block, linears), of in options.items()}
-    return Sensitivity(recipe, curve[best], curve, uniform, named)
+    return Sensitivity(recipe, point, curve, uniform, named)
+
+
+def _curve(
+    candidates: Candidates,
+    options: Mapping[Group, Sequence[Option]],
+    chosen: Mapping[Group, Option],
+    probe: Probe,
+) -> tuple[list[Point], Point]:
+    """The points of all :func:`allocations` and of ``chosen``, by bits, and that of ``chosen``.
+
+    The divergence of :data:`MEASURED` evenly spaced points and of the chosen one is measured.
+    """
+    path = [of for of in allocations(options) if of != chosen] + [chosen]
+    path.sort(key=lambda of: sum(option.bits for option in of.values()))
+    best, step = path.index(chosen), (len(path) - 1) / (MEASURED - 1)
+    measured = {best, *(round(i * step) for i in range(MEASURED))}
+    curve = [candidates.point(of, probe if i in measured else None) for i, of in enumerate(path)]
+    return curve, curve[best]
 
 
 @torch_defaults()
