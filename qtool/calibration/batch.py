@@ -102,8 +102,8 @@ class Batch:
         """``tensor`` moved to the batch's place; it may overwrite the tensor ``name`` there."""
         return tensor.to(self.hidden.device)
 
-    def room(self, name: str, tensor: Tensor) -> Tensor | None:
-        """The batch's tensor ``name`` if it has the shape and dtype of ``tensor``, else None."""
+    def reusable(self, name: str, tensor: Tensor) -> Tensor | None:
+        """The batch's tensor ``name`` if ``tensor`` fits its memory: has its shape and dtype."""
         own = self.tensors.get(name)
         fits = own is not None and (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
         return own if fits else None

@@ -117,10 +117,10 @@ class HostBatch(Batch):
     """Activations in pinned memory, to which outputs are copied without waiting."""
 
     def stored(self, name: str, tensor: Tensor) -> Tensor:
-        room = self.room(name, tensor)
-        if room is None:
-            room = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return room.copy_(tensor, non_blocking=True)
+        pinned = self.reusable(name, tensor)
+        if pinned is None:
+            pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return pinned.copy_(tensor, non_blocking=True)
 
 
 @dataclass
@@ -131,15 +131,15 @@ class DiskBatch(Batch):
     mapped: dict[str, mmap.mmap] = field(default_factory=dict)
 
     def stored(self, name: str, tensor: Tensor) -> Tensor:
-        room = self.room(name, tensor)
-        if room is None:
-            self.mapped[name] = self._laid_out(tensor.nbytes)
-            room = torch.frombuffer(self.mapped[name], dtype=tensor.dtype).view(tensor.shape)
-        room.copy_(tensor)
+        found = self.reusable(name, tensor)
+        if found is None:
+            self.mapped[name] = self._mapped_file(tensor.nbytes)
+            found = torch.frombuffer(self.mapped[name], dtype=tensor.dtype).view(tensor.shape)
+        found.copy_(tensor)
         self.mapped[name].madvise(mmap.MADV_DONTNEED)
-        return room
+        return found
 
-    def _laid_out(self, nbytes: int) -> mmap.mmap:
+    def _mapped_file(self, nbytes: int) -> mmap.mmap:
         """A file of ``nbytes``, mapped."""
         try:
             with self.path.open("w+b") as file:
