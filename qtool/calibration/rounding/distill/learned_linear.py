@@ -96,7 +96,7 @@ class LearnedLinear(nn.Module):
             return None
         return start + (start[1] - start[0]) * self.shift
 
-    def now(self) -> Params:
+    def learned_params(self) -> Params:
         """The parameters as learned so far, in the form in which they would be stored."""
         scale, bounds = self.params[self.scale], self.clip_bounds()
         params = self.params | {
@@ -104,7 +104,7 @@ class LearnedLinear(nn.Module):
         }
         return params if bounds is None else self.scheme.with_clip_bounds(params, bounds.detach())
 
-    def learning(self) -> tuple[Tensor, Tensor | None]:
+    def gain_and_shift(self) -> tuple[Tensor, Tensor | None]:
         """Tensors ``[N, G]`` or ``[N, 1]`` that take the gradients of a and b; b's may be None.
 
         Their values are not used. Without bounds the first is ``log a``, whose gradient is that of
@@ -120,17 +120,17 @@ class LearnedLinear(nn.Module):
 
     def rounded(self) -> Rounded:
         """The codes and parameters learned so far."""
-        params = self.now()
+        params = self.learned_params()
         codes = self.scheme.grid(params).nearest(self.weight.detach()).flatten(1)
         return Rounded(codes.to(self.scheme.code_dtype), params)
 
     def forward(self, x: Tensor) -> Tensor:
         x = arranged(x, self.permutation, self.rotated)
-        params = self.now()
+        params = self.learned_params()
         x = _Replaced.apply(x, self.scheme.fake_activation(x.detach(), params))
         grid = self.scheme.grid(params)
         weight = StraightThrough.apply(
-            self.steps, self.step, *self.learning(), self.keep, grid, self.dtype
+            self.steps, self.step, *self.gain_and_shift(), self.keep, grid, self.dtype
         )
         return nn.functional.linear(x, weight, self.bias)
 
