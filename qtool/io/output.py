@@ -129,7 +129,7 @@ class Output:
             raise
         (self.partial / RUN / REFUSED).unlink(missing_ok=True)
         for shard in range(1, self.shards + 1):
-            if record := self._intact(self.path(shard), self._record(shard)):
+            if record := self._intact(self.path(shard), self._record_path(shard)):
                 self.records[shard] = record
 
     def _remove_refused(self) -> None:
@@ -167,7 +167,7 @@ class Output:
         """File name of shard ``shard``."""
         return f"model-{shard:05d}-of-{self.shards:05d}.safetensors"
 
-    def _record(self, shard: int) -> Path:
+    def _record_path(self, shard: int) -> Path:
         return self.partial / RUN / f"shard-{shard:05d}.json"
 
     def _intact(self, path: Path, record_path: Path) -> dict[str, Any] | None:
@@ -203,7 +203,7 @@ class Output:
         notes: Mapping[str, Any],
     ) -> None:
         """Write shard ``shard``, then its record; ``notes`` may be filled meanwhile."""
-        self._record(shard).unlink(missing_ok=True)
+        self._record_path(shard).unlink(missing_ok=True)
         digest = write(self.path(shard), specs, tensors)
         self.records[shard] = {
             "sha256": digest,
@@ -212,7 +212,7 @@ class Output:
             "notes": dict(notes),
             "job": job_hash(self.identity),
         }
-        write_json(self._record(shard), self.records[shard])
+        write_json(self._record_path(shard), self.records[shard])
 
     def keep(
         self,
@@ -228,7 +228,7 @@ class Output:
         They are removed when the run is finished. ``sync`` is as in
         :func:`qtool.io.safetensors.write`.
         """
-        path, record = self._kept(name)
+        path, record = self._kept_paths(name)
         record.unlink(missing_ok=True)
         digest = write(path, specs, tensors, sync=sync)
         content = {"sha256": digest, "job": job_hash(self.identity), "facts": dict(facts)}
@@ -236,20 +236,21 @@ class Output:
 
     def kept(self, name: str) -> tuple[dict[str, Entry], dict[str, Any]] | None:
         """Tensors and facts that :meth:`keep` wrote in this job, if they are intact."""
-        path, record_path = self._kept(name)
+        path, record_path = self._kept_paths(name)
         record = self._intact(path, record_path)
         return None if record is None else (read_header(path), record["facts"])
 
     def drop(self, name: str) -> None:
         """Remove the tensors that :meth:`keep` wrote as ``name``, if they are there."""
-        for path in reversed(self._kept(name)):
+        for path in reversed(self._kept_paths(name)):
             path.unlink(missing_ok=True)
 
     def kept_names(self, prefix: str) -> list[str]:
         """The names beginning with ``prefix`` that :meth:`keep` has written."""
         return sorted(path.stem for path in (self.partial / RUN).glob(f"{prefix}*.safetensors"))
 
-    def _kept(self, name: str) -> tuple[Path, Path]:
+    def _kept_paths(self, name: str) -> tuple[Path, Path]:
+        """The file of the tensors that :meth:`keep` writes as ``name``, and their record."""
         directory = self.partial / RUN
         return directory / f"{name}.safetensors", directory / f"{name}.json"
 
