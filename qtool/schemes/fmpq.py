@@ -20,16 +20,16 @@ from qtool.schemes.arithmetic.products import group_matmul
 from qtool.schemes.arithmetic.symmetric import Symmetric
 from qtool.schemes.base import ClipRatio, GroupSize, Params, require
 
+#: input channels of a block, whose inputs have either 4 or 8 bits (COMET section 3.2)
 BLOCK = 128
 
 
 class Fmpq(Symmetric):
-    """Parameters: ``scale [N, K/128]``, and ``eight_bit [K/128]`` u8.
+    """Parameters: ``scale [N, K/128]``, and ``eight_bit [K/128]`` u8, the map of the blocks.
 
-    ``eight_bit`` is 1 for blocks with 8-bit activations.
-
-    This map belongs to one layer: ``scheme.with_blocks(eight_bit)`` is the scheme of that layer,
-    whose ``fit`` records the map. Without a map no block has 8 bits.
+    The map is 1 for blocks with 8-bit activations. It belongs to one layer:
+    ``scheme.with_blocks(eight_bit)`` is the scheme of that layer, whose ``fit`` records the map.
+    Without a map no block has 8 bits.
     """
 
     name = "w4ax-fmpq"

@@ -85,9 +85,8 @@ def by_magnitude(amax: Tensor) -> Tensor:
 def eight_bit_blocks(amax: Tensor, outliers: Tensor, cap: int) -> Tensor:
     """Map ``[K/128]`` u8 of the blocks that hold an outlier, at most ``cap`` of them.
 
-    If there are more than ``cap``, the blocks with the largest maxima are chosen.
-
-    ``amax [K]`` and ``outliers [K]`` in the layer's own order of channels.
+    If there are more than ``cap``, the blocks with the largest maxima are chosen. ``amax [K]`` and
+    the mask ``outliers [K]`` have the channels in the order of the blocks, that is, permuted.
     """
     peak = torch.where(outliers, amax, -1.0).unflatten(0, (-1, BLOCK)).amax(1)  # [K/128]
     first = torch.argsort(peak, descending=True, stable=True)[:cap]
