@@ -220,13 +220,7 @@ def _calibrated(
     on_device = min(in_memory, int(room)) if device.type == "cuda" else 0
     host_bytes = memory.host_bytes(job, tokens, seqlen, device, in_memory - on_device)
     device_bytes = memory.working_bytes(job, tokens, seqlen, device) + on_device
-    continued, shortage = None, ""
-    if job.recipe.windows == CONTINUED:
-        continued = memory.continuation_memory(job, samples, seqlen, device, device_memory)
-        share = memory.DEVICE_SHARE if device.type == "cuda" else memory.HOST_SHARE
-        free = share * device_memory, memory.HOST_SHARE * host_memory
-        if shortage := continued.shortage(device, *free):
-            continued = None
+    continued, shortage = _continuation(job, samples, seqlen, device, device_memory, host_memory)
     if continued and device.type == "cuda":
         device_bytes = max(device_bytes, continued.bytes)
         host_bytes = max(host_bytes, memory.CUDA_PROCESS + continued.weights)
@@ -244,6 +238,24 @@ def _calibrated(
         "continuation": continued,
         "shortage": shortage,
     }
+
+
+def _continuation(
+    job: Job,
+    samples: int,
+    seqlen: int,
+    device: torch.device,
+    device_memory: float,
+    host_memory: float,
+) -> tuple[memory.ContinuationMemory | None, str]:
+    """The memory while the model continues the windows, and why it cannot, if it cannot."""
+    if job.recipe.windows != CONTINUED:
+        return None, ""
+    need = memory.continuation_memory(job, samples, seqlen, device, device_memory)
+    share = memory.DEVICE_SHARE if device.type == "cuda" else memory.HOST_SHARE
+    free = share * device_memory, memory.HOST_SHARE * host_memory
+    shortage = need.shortage(device, *free)
+    return (None if shortage else need), shortage
 
 
 def kinds(job: Job) -> list[PlannedBlocks]:
