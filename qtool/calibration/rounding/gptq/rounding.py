@@ -142,24 +142,25 @@ class Gptq(GptqOptions, Rounding):
         """
         scheme, params, (n, k) = block.schemes[name], block.fit(name), block.weight(name).shape
         norms = norms_of_writers(block.family, name)
-        known = norms if reference and self.stream else []
+        compared_norms = norms if reference and self.stream else []
         multiplier = block.family.group_of(name).multiplier
         columns = None
         if norms and self.largest_token:
             columns = multiplier * block.weight(name).norm(dim=0)
-        hessian = Hessian(k, block.device, reference is not None, n if known else 0)
+        hessian = Hessian(k, block.device, reference is not None, n if compared_norms else 0)
         if reference and name == compared(block)[-1]:
             reference.last_look()
         for batch in turns:
             if batch is not None and (seen := inputs_of(block, batch, name, *norms)):
-                floats = reference.inputs(batch, name, *known) if reference else []
-                # only the first of parallel branches makes up for the error of the stream
-                alone = known and not any(map(seen[-1].equal, seen[1:-1]))
-                lacking = (floats[-1] - seen[-1]) / multiplier if alone else None
+                x, *streams = seen
+                floats = reference.inputs(batch, name, *compared_norms) if reference else []
+                # parallel branches read one stream: only the first makes up for its error
+                first = compared_norms and not any(map(streams[-1].equal, streams[:-1]))
+                lacking = (floats[-1] - streams[-1]) / multiplier if first else None
                 share = None
                 if columns is not None:
-                    share = share_of_tokens(seen[-1], seen[0], columns, self.largest_token)
-                x = scheme.fake_activation(seen[0], params)
+                    share = share_of_tokens(streams[-1], x, columns, self.largest_token)
+                x = scheme.fake_activation(x, params)
                 hessian.add(x, floats[0] if floats else None, lacking, share)
             hessian.step()
         return hessian.complete()
