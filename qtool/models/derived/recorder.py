@@ -45,6 +45,7 @@ class Recorder(TorchDispatchMode):
         }
         self.modules = [""]
         self.muted = 0
+        #: all tensors that are known by their ``id``, which must not become another tensor's
         self._alive: list[Any] = []
         #: facts of queries and keys whose product has not been multiplied by values
         self.scores: list[tuple[Facts, Facts]] = []

@@ -17,6 +17,7 @@ class Read:
         module: the module that was running.
         root: a number that inputs share if they are the same values in the same order.
         facts: facts of the input.
+        transposed: the input is multiplied by the parameter's transpose, as a linear does.
     """
 
     weight: str
@@ -64,6 +65,7 @@ class Trace:
         changed: weights that the forward changes.
         asked: weights of linears that are read outside the linear's own forward.
         experts: facts of stacked experts' inputs, by module.
+        called: modules in the order in which they were called.
     """
 
     reads: list[Read] = field(default_factory=list)
