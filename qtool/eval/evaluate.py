@@ -85,6 +85,8 @@ def load_tasks(
     """
     require_count("batch_size", batch_size)
     require_count("seqlen", seqlen, 2)
+    if limit is not None:
+        require_count("limit", limit)
     if data_dir:
         corpora.data_directory(data_dir)  # checked even if no task reads it
     found = []

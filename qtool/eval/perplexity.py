@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qtool import progress
-from qtool.errors import QtoolError, require_count
+from qtool.errors import QtoolError
 from qtool.eval.deterministic import arithmetic
 from qtool.eval.engine import Engine, Model
 from qtool.eval.results import standard_error
@@ -99,8 +99,6 @@ def perplexity(
         QtoolError: a text of fewer than two tokens, token ids that the model does not embed, NaN
             logits, or a single window that does not fit the device's memory.
     """
-    if limit is not None:
-        require_count("limit", limit)
     scorer = model if isinstance(model, Engine) else _InProcess(model, batch_size, deterministic)
     ids = _tokenize(text, scorer.vocabulary, tokenizer)
     windows = cut_windows(ids, min(seqlen, scorer.context_length or seqlen))[:limit]  # [windows, s]

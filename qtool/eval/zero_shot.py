@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qtool import progress
 from qtool.data import corpora
-from qtool.errors import QtoolError, require_count, suggest
+from qtool.errors import QtoolError, suggest
 from qtool.eval import demo_choice, local_tasks
 from qtool.eval.deterministic import arithmetic
 from qtool.eval.engine import Model, engine_name
@@ -112,8 +112,6 @@ def zero_shot(
         questions: the tasks' :func:`fingerprint`; two results with the same fingerprint are paired.
         label: name of the progress bar.
     """
-    if limit is not None:
-        require_count("limit", limit)
     for task in _leaves(tasks):
         allow_infinite_perplexities(task.aggregation())
     with _quiet(label), hub.offline(), arithmetic(model, deterministic):

@@ -173,11 +173,13 @@ def test_table(results, worse):
     assert table(worse, Results([])).splitlines()[2].split()[-3:] == ["-", "-", "11"]
 
 
-def test_a_misspelt_last_name_stops_before_any_work(tokenizer, data_dir):
+def test_a_misspelt_last_name_or_a_wrong_limit_stops_before_any_work(tokenizer, data_dir):
     with pytest.raises(QtoolError, match=r"unknown task 'min'.*did you mean mine\?"):
         evaluate(["c4", "min"], None, tokenizer, data_dir=data_dir)
     with pytest.raises(QtoolError, match=r"absent.txt does not exist"):
         evaluate(["c4", "absent.txt"], None, tokenizer, data_dir=data_dir)
+    with pytest.raises(QtoolError, match="limit 0: a whole number of at least 1"):
+        evaluate(["c4"], None, tokenizer, data_dir=data_dir, limit=0)
 
 
 def test_a_missing_data_directory_is_refused_by_tasks_that_need_none(model, tokenizer, tmp_path):
