@@ -200,11 +200,7 @@ def sensitivity(model: str, **options: Any) -> None:
 
     with progress.Display("measure", "group") as shown:
         found = api.sensitivity(model, progress=shown, **options)
-    rows = [
-        (f"{point.bits:.3f}", f"{point.predicted:.5f}", f"{point.measured:.5f}", what)
-        for point, what in found.measured()
-    ]
-    click.echo(render(("bits a weight", "KL predicted", "measured", ""), rows))
+    click.echo(found)
 
 
 @command(cli, "qtool family demo")

@@ -294,7 +294,7 @@ def test_a_plan_of_a_directory_and_of_a_model_in_memory(make_model: MakeModel) -
     assert by_path.output_bytes == by_config.output_bytes == in_memory.output_bytes
 
 
-def test_what_functions_give_prints_as_their_commands_do() -> None:
+def test_what_functions_give_prints_as_their_commands_do(tmp_path: Path) -> None:
     def said(*arguments: str) -> list[str]:
         return CliRunner().invoke(cli, arguments).stdout.splitlines()
 
@@ -304,6 +304,11 @@ def test_what_functions_give_prints_as_their_commands_do() -> None:
     results, _ = qtool.evaluate("demo", "demo", limit=2, seqlen=16)
     command = ("eval", "demo", "--model", "demo", "--limit", "2", "--seqlen", "16")
     assert str(results).splitlines() == said(*command)
+    choices, short = ["w4a16", "w8a8"], {"samples": 1, "seqlen": 16}
+    found = qtool.sensitivity("demo", choices, 5.0, tmp_path / "api.yaml", **short)
+    command = ("sensitivity", "demo", "--choices", "w4a16,w8a8", "--budget-bits", "5")
+    command += ("--out", str(tmp_path / "cli.yaml"), "--samples", "1", "--seqlen", "16")
+    assert str(found).splitlines() == said(*command)
 
 
 def test_what_is_refused(make_model: MakeModel, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from qtool.progress import Progress
 from qtool.recipes import Recipe
 from qtool.recipes.schema import GIVEN, LayerRule
 from qtool.runtime.load import load
+from qtool.table import render
 
 #: the choice that leaves weights unquantized
 SIXTEEN = "none"
@@ -83,7 +84,7 @@ class Sensitivity:
     uniform: dict[str, Point]
     options: dict[str, list[Option]]
 
-    def measured(self) -> list[tuple[Point, str]]:
+    def __str__(self) -> str:
         """The points whose divergence was measured, by bits, each with a text on what it is."""
         points: dict[Point, list[str]] = {
             point: []
@@ -93,7 +94,11 @@ class Sensitivity:
         for choice, point in self.uniform.items():
             points[point].append(f"all {choice}")
         points[self.chosen].append("chosen")
-        return [(p, ", ".join(points[p])) for p in sorted(points, key=lambda point: point.bits)]
+        rows = [
+            (f"{p.bits:.3f}", f"{p.predicted:.5f}", f"{p.measured:.5f}", ", ".join(points[p]))
+            for p in sorted(points, key=lambda point: point.bits)
+        ]
+        return render(("bits a weight", "KL predicted", "measured", ""), rows)
 
 
 def recipes_of(choices: Sequence[str]) -> dict[str, Recipe | None]:
