@@ -232,7 +232,7 @@ def plan(
         qtool.plan("meta-llama/Llama-2-70b-hf", "w4a8-lqq").output_bytes
     """
     from qtool.data.mix import count_windows
-    from qtool.models.architecture import DTYPES
+    from qtool.models.architecture import require_dtype
     from qtool.pipeline.job import Job
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.planning.plan import plan as planned
@@ -250,7 +250,7 @@ def plan(
     if source := _local_source(model):
         job = job_of(source, chosen, dtype=settings.dtype, keep_unknown=settings.keep_unknown)
     else:
-        cast = None if settings.dtype is None else DTYPES[settings.dtype]
+        cast = None if settings.dtype is None else require_dtype("--dtype", settings.dtype)
         job = Job.of(config, chosen, dtype=cast)
     memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
     return planned(job, samples, settings.seqlen, **memory, device=str(device), gpus=gpus)
@@ -264,7 +264,7 @@ def sensitivity(
     *,
     recipe: str = "best",
     calibration: CalibrationData | None = None,
-    data_dir: Path | None = None,
+    data_dir: str | Path | None = None,
     samples: int | None = 8,
     seqlen: int = 512,
     seed: int = 0,
@@ -458,7 +458,7 @@ def evaluate(
         compare: the baseline: a directory, a hub id or ``demo``.
         tokenizer: tokenizer of a model in memory.
         engine: ``vllm``: the models run in that engine, split over ``tensor_parallel`` GPUs.
-        options: ``device``, ``dtype`` (a name), ``kv``, ``save`` (keep results in the model's
+        options: ``device``, ``dtype``, ``kv``, ``save`` (keep results in the model's
             eval.json), ``as_export``, ``data_dir``, ``seqlen`` (tokens), ``limit`` (windows or
             items per task), ``batch_size`` and ``deterministic``; a model in memory takes only the
             last five.
@@ -664,7 +664,7 @@ def load(
     *,
     device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     kv: str | None = None,
 ) -> PreTrainedModel:
     """A transformers model in eval mode; its quantized linears run packed weights.
@@ -673,7 +673,7 @@ def load(
         model: a directory, a hub id or ``demo``, quantized by qtool or not.
         device: where it runs: ``cpu``, ``cuda`` or ``cuda:N``.
         device_map: transformers' placement, such as ``auto``, instead of ``device``.
-        dtype: dtype of what is not quantized; by default the checkpoint's.
+        dtype: dtype of what is not quantized, or its name; by default the checkpoint's.
         kv: KV-cache quantizer; by default the checkpoint's. A static quantizer must be the
             checkpoint's own.
 

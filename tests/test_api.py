@@ -144,6 +144,15 @@ def test_a_device_may_be_torchs_own(make_model: MakeModel, tmp_path: Path) -> No
     assert qtool.plan("demo", "w8a8", device=device) == qtool.plan("demo", "w8a8", device="cpu")
 
 
+def test_a_dtype_is_torchs_own_or_its_name(tmp_path: Path) -> None:
+    for index, dtype in enumerate(("float32", torch.float32)):
+        assert qtool.load("demo", dtype=dtype).dtype is torch.float32
+        out = qtool.quantize("demo", "w4a16", dtype=dtype, out=tmp_path / str(index))
+        assert '"float32"' in (out.directory / "config.json").read_text()
+        results, _ = qtool.evaluate("demo", out, dtype=dtype, limit=1, seqlen=16)
+        assert results.tasks
+
+
 def test_a_device_of_an_evaluation_may_be_torchs_own(tmp_path: Path) -> None:
     out = qtool.quantize("demo", "w8a8", out=tmp_path / "out")
     options: dict[str, Any] = {"save": True, "limit": 1, "seqlen": 32}
@@ -489,5 +498,7 @@ def test_values_that_evaluation_and_export_cannot_have(tmp_path: Path) -> None:
         qtool.evaluate("demo", qtool.load("demo"), device="cpu")
     with pytest.raises(QtoolError, match="--dtype 'bf16'"):
         qtool.evaluate("demo", "demo", dtype="bf16")
+    with pytest.raises(QtoolError, match=r"dtype torch\.int8: known: bfloat16, float16"):
+        qtool.load("demo", dtype=torch.int8)
     with pytest.raises(QtoolError, match="transformers model is expected"):
         qtool.quantize(3, "w4a16", out=tmp_path / "out")

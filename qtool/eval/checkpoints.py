@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import torch
 
 from qtool.distributed import ranks
-from qtool.errors import QtoolError, require_text, suggest
+from qtool.errors import QtoolError
 from qtool.eval import saved
 from qtool.eval.engine import Engine, Model, load_in_engine, require_engine
 from qtool.eval.evaluate import LoadedTask, TaskKeywords, load_tasks
@@ -19,7 +19,7 @@ from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
 from qtool.io.integrity import read_record
 from qtool.io.source import DEMO, directory_of, read_config
-from qtool.models.architecture import DTYPES
+from qtool.models.architecture import DTYPES, dtype_name, require_dtype
 from qtool.models.torch_defaults import torch_defaults
 from qtool.runtime.load import load, load_tokenizer
 from qtool.schemes.kv import require_kv
@@ -32,7 +32,7 @@ class EvaluateKeywords(TaskKeywords, total=False):
     save: bool
     kv: str | None
     as_export: str | None
-    dtype: str | None
+    dtype: str | torch.dtype | None
     tensor_parallel: int
 
 
@@ -104,7 +104,7 @@ def evaluate_checkpoints(
     save: bool = False,
     kv: str | None = None,
     as_export: str | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     engine: type[Engine] | None = None,
     tensor_parallel: int = 1,
     **options: Unpack[TaskKeywords],
@@ -117,7 +117,7 @@ def evaluate_checkpoints(
             keeps its own.
         as_export: evaluate the model as transformers runs its export in this format
             (:mod:`qtool.exchange.as_export`).
-        dtype: name of the dtype of all that is not quantized in both models; by default the
+        dtype: dtype of all that is not quantized in both models; by default the
             checkpoints' own.
         engine: the engine that loads the models and scores their tokens, in place of this process.
         tensor_parallel: number of GPUs over which the engine splits a model.
@@ -130,8 +130,8 @@ def evaluate_checkpoints(
     """
     deterministic = options.get("deterministic", False)
     require_engine(engine, tensor_parallel, kv=kv, as_export=as_export, deterministic=deterministic)
-    if dtype is not None and require_text("--dtype", dtype) not in DTYPES:
-        raise QtoolError(f"--dtype {dtype!r}: {suggest(dtype, DTYPES)}")
+    if dtype is not None:
+        dtype = dtype_name(require_dtype("--dtype", dtype))
     store = directory_of(model)
     read_config(store)
     if compare is not None:

@@ -52,7 +52,7 @@ def load_as_export(
     format: str,
     *,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     dequantize: bool = False,
 ) -> PreTrainedModel:
     """Load ``model`` as transformers runs its export in ``format``, in eval mode.

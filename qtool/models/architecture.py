@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from qtool.errors import QtoolError, suggest
 from qtool.models.family import Family
 
 #: the dtypes in which a model's weights may be stored, by their names in config.json
@@ -122,6 +123,17 @@ def own_dtype(part: Mapping[str, Any]) -> str:
     return str(part.get("dtype") or part.get("torch_dtype"))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: str | torch.dtype) -> str:
     """``bfloat16`` of ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def require_dtype(name: str, value: str | torch.dtype) -> torch.dtype:
+    """The dtype ``value``, given as itself or by its name.
+
+    Raises:
+        QtoolError: it is none of :data:`DTYPES`; naming it.
+    """
+    if dtype_name(value) not in DTYPES:
+        raise QtoolError(f"{name} {value!r}: {suggest(dtype_name(value), DTYPES)}")
+    return DTYPES[dtype_name(value)]

@@ -6,17 +6,18 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypedDict
 
+import torch
+
 from qtool import recipes
 from qtool.errors import (
     QtoolError,
     require_count,
     require_known,
     require_path,
-    require_text,
     suggest,
 )
 from qtool.io.source import plain_config
-from qtool.models.architecture import DTYPES
+from qtool.models.architecture import require_dtype
 from qtool.recipes import Recipe
 from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.schemes import hardware
@@ -129,10 +130,10 @@ class QuantizeOptions(RecipeOverrides):
     samples: int | None = None
     seqlen: int = SEQLEN
     seed: int = 0
-    data_dir: Path | None = None
+    data_dir: str | Path | None = None
     activations: str = "auto"
     resume: bool = False
-    dtype: str | None = None
+    dtype: str | torch.dtype | None = None
     keep_unknown: bool = False
     adapter: str | PathLike[str] | None = None
 
@@ -142,8 +143,8 @@ class QuantizeOptions(RecipeOverrides):
         require_count("--seqlen", self.seqlen, 2)
         if type(self.seed) is not int or self.seed.bit_length() > 63:
             raise QtoolError(f"--seed {self.seed!r}: a whole number of at most 63 bits is expected")
-        if self.dtype is not None and require_text("--dtype", self.dtype) not in DTYPES:
-            raise QtoolError(f"--dtype {self.dtype!r}: {suggest(self.dtype, DTYPES)}")
+        if self.dtype is not None:
+            require_dtype("--dtype", self.dtype)
         if self.activations not in ACTIVATIONS:
             raise QtoolError(
                 f"--activations {self.activations!r}: {suggest(self.activations, ACTIVATIONS)}"
@@ -193,10 +194,10 @@ class QuantizeKeywords(TypedDict, total=False):
     samples: int | None
     seqlen: int
     seed: int
-    data_dir: Path | None
+    data_dir: str | Path | None
     activations: str
     resume: bool
-    dtype: str | None
+    dtype: str | torch.dtype | None
     keep_unknown: bool
     adapter: str | PathLike[str] | None
 

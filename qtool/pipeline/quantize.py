@@ -22,7 +22,7 @@ from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
-from qtool.models.architecture import DTYPES, TEXT_CONFIGS, dtype_name
+from qtool.models.architecture import TEXT_CONFIGS, dtype_name, require_dtype
 from qtool.models.auto import float_config
 from qtool.models.skeleton import empty_model
 from qtool.pipeline.job import Job
@@ -72,7 +72,7 @@ def quantize(
     resume: bool = False,
     progress: Progress | None = None,
     activations: str = "auto",
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     keep_unknown: bool = False,
 ) -> Path:
     """Quantize ``source`` by ``recipe`` into the directory ``out``.
@@ -174,7 +174,11 @@ def _noting_refusal(output: Output, record: RunRecord) -> Iterator[None]:
 
 
 def job_of(
-    source: Checkpoint, recipe: Recipe, *, dtype: str | None = None, keep_unknown: bool = False
+    source: Checkpoint,
+    recipe: Recipe,
+    *,
+    dtype: str | torch.dtype | None = None,
+    keep_unknown: bool = False,
 ) -> Job:
     """The job of quantizing ``source`` by ``recipe``, after a check of the source.
 
@@ -183,7 +187,7 @@ def job_of(
     Raises:
         QtoolError: as :meth:`Job.of` and :func:`check_source` do.
     """
-    cast = None if dtype is None else DTYPES[dtype]
+    cast = None if dtype is None else require_dtype("--dtype", dtype)
     job = Job.of(source.config, recipe, source_dtype(source), dtype=cast)
     shapes = check_source(source, job, keep_unknown=keep_unknown)
     unknown = {

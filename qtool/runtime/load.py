@@ -19,6 +19,7 @@ from qtool.errors import QtoolError, in_one_line
 from qtool.io.integrity import require_intact
 from qtool.io.source import Checkpoint, plain_config, read_config, resolve
 from qtool.io.source_names import as_on_disk
+from qtool.models.architecture import require_dtype
 from qtool.models.auto import auto_class, config_of, float_config
 from qtool.models.torch_defaults import torch_defaults
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
@@ -52,7 +53,7 @@ def load(
     *,
     device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     kv: str | None = None,
 ) -> PreTrainedModel:
     """The causal language model ``model``, quantized by qtool or not, in eval mode.
@@ -68,7 +69,7 @@ def load(
         device: where it runs: ``cpu``, ``cuda`` or ``cuda:N``.
         device_map: instead of ``device``, transformers' placement on several devices, such as
             ``auto``.
-        dtype: dtype of all that is not quantized; by default the checkpoint's.
+        dtype: dtype of all that is not quantized, or its name; by default the checkpoint's.
         kv: KV-cache quantizer; by default the checkpoint's. A static one must be the checkpoint's
             own.
 
@@ -119,7 +120,7 @@ def load_as_stored(
     *,
     device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: str | torch.dtype | None = None,
     kv: str | None = None,
 ) -> PreTrainedModel:
     """The model of :func:`load` without merged linears, fused norms and CUDA graphs."""
@@ -127,13 +128,14 @@ def load_as_stored(
     path = model.directory if isinstance(model, Checkpoint) else _directory(model)
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
+    cast = None if dtype is None else require_dtype("dtype", dtype)
     where, calibrated = require_device(device), kv is not None and require_kv(kv).static
     source = model if isinstance(model, Checkpoint) else None
     if source is None and plain_config(read_config(path))[1]:
         source = Checkpoint(path)
     elif source is not None:
         source = as_on_disk(source) if source.notes else None
-    loaded = _from_pretrained(path, dtype, device_map, source)
+    loaded = _from_pretrained(path, cast, device_map, source)
     if kv is not None and kv != getattr(loaded.get_decoder(), "kv_quantizer", None):
         if calibrated:
             raise QtoolError(
