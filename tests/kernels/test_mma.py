@@ -129,6 +129,8 @@ def test_packed_quantization_refuses_in_one_sentence() -> None:
             quantize_packed_groups(
                 torch.randn(3, 256), None, None, EIGHT_BIT, "none", 0.0, group, layout
             )
+    with pytest.raises(QtoolError, match="quantize_packed_groups: no group size 48"):
+        quantize_packed_groups(torch.randn(3, 96), None, None, None, "none", 0.0, 48, "apex4")
 
 
 @pytest.mark.parametrize("layout", ["apex4", "w4ax-interleaved"])

@@ -67,8 +67,8 @@ class QuantizeActivationGroups(NamedTuple):
         """Input channels of the linear."""
         return self.x.shape[1] // (2 if self.fusion == "silu-up" else 1)
 
-    def require(self) -> None:
-        op, group_size = OP, self.group_size
+    def require(self, op: str = OP) -> None:
+        group_size = self.group_size
         if self.arrangement not in ARRANGEMENTS:
             known = suggest(self.arrangement, ARRANGEMENTS)
             raise QtoolError(f"{op}: unknown arrangement {self.arrangement!r}: {known}")

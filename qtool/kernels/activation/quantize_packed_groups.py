@@ -25,6 +25,8 @@ from qtool.kernels.build import ARCHS, Build
 from qtool.kernels.op import operator
 from qtool.schemes.fmpq import BLOCK
 
+OP = "quantize_packed_groups"
+
 
 def builds() -> Iterator[Build]:
     """Both layouts, with and without 8-bit blocks."""
@@ -60,11 +62,11 @@ class QuantizePackedGroups(NamedTuple):
     def require(self) -> None:
         if self.layout == "none" or (self.eight_bit is not None and self.group_size != BLOCK):
             raise QtoolError(
-                f"quantize_packed_groups: layout {self.layout!r} and group size "
+                f"{OP}: layout {self.layout!r} and group size "
                 f"{self.group_size}; expected a weight's layout, and {BLOCK} where some blocks "
                 "have 8 bits"
             )
-        self.unpacked.require()
+        self.unpacked.require(OP)
 
     @property
     def unpacked(self) -> QuantizeActivationGroups:
@@ -85,7 +87,7 @@ class QuantizePackedGroups(NamedTuple):
         self.unpacked.launch_packed(out, 1 if self.eight_bit is None else 2)
 
 
-quantize_packed_groups = operator("quantize_packed_groups", QuantizePackedGroups)
+quantize_packed_groups = operator(OP, QuantizePackedGroups)
 
 
 def pack_tokens(codes: Tensor, eight_bit: Tensor | None) -> Tensor:
