@@ -110,3 +110,17 @@ def require_attributes(given: Any, name: str, attributes: Iterable[str]) -> None
     """
     if missing := [attribute for attribute in attributes if not hasattr(given, attribute)]:
         raise QtoolError(f"{name} has no {', '.join(missing)}")
+
+
+def require_returned(given: Any, function: str, found: Any, kind: type[T], of: str = "") -> T:
+    """``found``, which ``function`` of ``given`` returned ``of`` something, if it is a ``kind``.
+
+    Raises:
+        QtoolError: it is not.
+    """
+    if not isinstance(found, kind):
+        raise QtoolError(
+            f"{given.name}: {function} returns {type(found).__name__}{of}; {kind.__name__} is"
+            " expected"
+        )
+    return found

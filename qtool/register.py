@@ -198,12 +198,11 @@ def _require(given: Any, bases: tuple[type, ...], attributes: tuple[str, ...]) -
 
 
 def _plain_recipe(scheme: "type[Scheme]") -> dict[str, Any]:
-    from qtool.calibration.rounding.scales import float_scale
-    from qtool.schemes.protocol import probe
+    from qtool.calibration.rounding.scales import require_float_scale
 
     size, variants = scheme.default_group_size, {"fast": {"rounding": "rtn"}}
     with suppress(QtoolError):  # gptq takes no scheme of several scales
-        float_scale(scheme().fit(probe(scheme())))
+        require_float_scale(scheme())
         variants["paper"] = {"rounding": "gptq"}
     return {
         "scheme": scheme.name,

@@ -200,6 +200,10 @@ def transform(do: Callable[[Block], object]) -> dict[str, Any]:
             "a clip for 'up_proj', no linear of block 0: did you mean mlp.up_proj",
         ),
         (
+            lambda block: block.weight("mlp.up").mul_(2),
+            "'mlp.up': no module of block 0: did you mean mlp.up_proj",
+        ),
+        (
             lambda block: block.notes.update({"mine": torch.ones(1)}),
             "mine: its notes of a block are not JSON: .*Tensor",
         ),
@@ -568,6 +572,22 @@ def test_a_scheme_that_gptq_cannot_take_has_no_recipe_with_it() -> None:
     qtool.plan("demo", "two", recipe="fast")
     with pytest.raises(QtoolError, match="two: no variant 'paper'; it has fast"):
         qtool.plan("demo", "two", recipe="paper")
+    for rounding in ("gptq", "distill"):
+        own = {"layers": [{"match": ".*", "scheme": "two", "group_size": 128}]}
+        with pytest.raises(QtoolError, match=r"two: gptq and distill .* has scale, unused"):
+            qtool.plan("demo", recipe=own | {"rounding": rounding})
+
+
+@pytest.mark.parametrize("function", ["tensors", "weight", "quantization_config"])
+def test_what_an_export_format_returns_wrongly_is_named(
+    function: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    gptq = EXPORT_FORMATS["gptq"]
+    kind = type("Mine", (type(gptq),), {function: lambda *_: None})
+    qtool.register_export(kind("mine", "gptq", "a format that returns nothing"))
+    native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "w4a16")
+    with pytest.raises(QtoolError, match=f"mine: {function} returns NoneType"):
+        qtool.export(native, "mine")
 
 
 def test_a_layout_a_family_a_method_a_format_and_a_kernel(

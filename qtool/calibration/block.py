@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
 from qtool.calibration.stacking import by_kind, packed_in_turn
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, suggest
 from qtool.models.family import Family
 from qtool.models.parts import Attention, Heads, SharedHeadCache
 from qtool.schemes.arithmetic.online_hadamard import rotate, rotate_input
@@ -81,8 +81,18 @@ class Block:
         return {self.attention.cache: SharedHeadCache(cache, self.heads.kv)}
 
     def get(self, name: str) -> nn.Module:
-        """The submodule ``name`` (a linear, a norm)."""
-        return self.module.get_submodule(name)
+        """The submodule ``name`` (a linear, a norm).
+
+        Raises:
+            QtoolError: the block has none of that name.
+        """
+        try:
+            return self.module.get_submodule(name)
+        except AttributeError as error:
+            known = [known for known, _ in self.module.named_modules() if known]
+            raise QtoolError(
+                f"{name!r}: no module of block {self.index}: {suggest(name, known)}"
+            ) from error
 
     def weight(self, name: str) -> Tensor:
         """The weight of submodule ``name``, detached.

@@ -9,7 +9,7 @@ embedding and the head, row by row, so that these can be streamed too.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -19,8 +19,7 @@ from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.errors import QtoolError
 from qtool.models.family import Family
-
-T = TypeVar("T")
+from qtool.schemes import Scheme
 
 #: calibration sequences given to a transform that learns from all blocks (:meth:`Transform.learn`)
 LEARNING_SEQUENCES = 8
@@ -160,23 +159,16 @@ class Rounding(Method):
         """Whether the float model runs beside the quantized one (``Block.reference``)."""
         return False
 
+    def require_scheme(self, scheme: Scheme) -> None:
+        """Refuse, before any work, a scheme to which it cannot round.
+
+        Raises:
+            QtoolError: the message says why.
+        """
+
     @abstractmethod
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         """Codes and parameters of all linears in ``block.schemes``; it may install them itself."""
-
-
-def require_returned(method: Method, function: str, found: Any, kind: type[T], of: str = "") -> T:
-    """``found``, which ``function`` of ``method`` returned ``of`` something, if it is a ``kind``.
-
-    Raises:
-        QtoolError: it is not.
-    """
-    if not isinstance(found, kind):
-        raise QtoolError(
-            f"{method.name}: {function} returns {type(found).__name__}{of}; {kind.__name__} is"
-            " expected"
-        )
-    return found
 
 
 def check_order(transforms: Sequence[Transform]) -> None:

@@ -31,6 +31,7 @@ from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
 from qtool.models.architecture import dtype_name
 from qtool.models.torch_defaults import torch_defaults
+from qtool.plugins import require_returned
 from qtool.progress import Progress
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name, missing_scales
 from qtool.runtime.read_linear import linear_shape, load_linear
@@ -153,6 +154,7 @@ class _Export(Conversion):
             parts = {part.removeprefix(prefix): tensor for part, tensor in stored.items()}
             ours = linear.dequantize()
             theirs = self.target.weight(self.formats[owner], parts, *codes.shape)
+            theirs = require_returned(self.target, "weight", theirs, Tensor)
             if theirs.shape != ours.shape:
                 raise QtoolError(
                     f"{owner}: {self.target.name} reads a weight of shape {list(theirs.shape)}"
@@ -168,7 +170,8 @@ class _Export(Conversion):
 
     def _linear(self, name: str, codes: torch.Tensor, params: Params) -> Tensors:
         disk = self.family.disk_name(name)
-        for part, tensor in self.target.tensors(self.formats[name], codes, params).items():
+        stored = self.target.tensors(self.formats[name], codes, params)
+        for part, tensor in require_returned(self.target, "tensors", stored, dict).items():
             yield f"{disk}.{part}", tensor
 
     def _on_disk(self, read: Callable[[str], Tensors], owner: str) -> Tensors:
@@ -221,6 +224,7 @@ class _Export(Conversion):
             head = {self.family.head} - {"lm_head"}  # which every format names
             named |= self.all_formats | dict.fromkeys(head)
         quantization = self.target.quantization_config(named | self._looked_up(named), self.kv)
+        quantization = require_returned(self.target, "quantization_config", quantization, dict)
         config = self.source.config | {"quantization_config": quantization}
         if quantization.get("kv_cache_scheme"):
             # the loader of such scales asks for this number, which OPT's config does not have

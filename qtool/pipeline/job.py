@@ -313,7 +313,7 @@ class Job(Architecture):
 
 
 def _require_all_fit(job: Job) -> None:
-    """Refuse an unknown KV quantizer, and a linear that its scheme or layout cannot hold."""
+    """Refuse an unknown KV quantizer, and a linear that scheme, layout or rounding cannot take."""
     kv_tensors(job.recipe.kv, job.family, Heads.of(job.namespace))
     packed = [
         (job.full(block, name), job.linears(block)[name], linear_format)
@@ -325,6 +325,8 @@ def _require_all_fit(job: Job) -> None:
         common[linear_format] = gcd(common.get(linear_format, 0), k)
     for name, shape, linear_format in packed:
         linear_format.require(name, *shape, common[linear_format])
+    for linear_format in common:
+        job.rounding.require_scheme(linear_format.scheme_object)
 
 
 def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from qtool.calibration.precision import by_rows, product
 from qtool.errors import QtoolError
 from qtool.schemes.base import Params, Scheme, stored_scale
+from qtool.schemes.protocol import probe
 
 #: columns of a panel, which holds at least one group
 PANEL = 4096
@@ -37,6 +38,18 @@ def float_scale(params: Params) -> str:
             "or one of your own"
         )
     return found[0]
+
+
+def require_float_scale(scheme: Scheme) -> None:
+    """Check that ``scheme`` has one floating-point parameter.
+
+    Raises:
+        QtoolError: it has none, or several; naming the scheme.
+    """
+    try:
+        float_scale(scheme.fit(probe(scheme)))
+    except QtoolError as error:
+        raise QtoolError(f"{scheme.name}: {error}") from error
 
 
 def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian: Tensor) -> Params:

@@ -11,12 +11,12 @@ from math import prod
 import torch
 
 from qtool import recipes
-from qtool.calibration.method import require_returned
 from qtool.errors import QtoolError
 from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.work import block_shape
 from qtool.pipeline.units import bytes_text
+from qtool.plugins import require_returned
 
 #: resident memory of the process with torch and transformers loaded, without and with CUDA
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000

@@ -8,8 +8,8 @@ from collections import Counter
 from math import prod
 
 from qtool.calibration.cost import BlockShape, Work
-from qtool.calibration.method import require_returned
 from qtool.pipeline.job import Job
+from qtool.plugins import require_returned
 
 
 def block_shape(job: Job, block: int, samples: int, seqlen: int, itemsize: int = 2) -> BlockShape:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.calibration.method import LEARNING_SEQUENCES, Transform, require_returned
+from qtool.calibration.method import LEARNING_SEQUENCES, Transform
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
@@ -41,6 +41,7 @@ from qtool.pipeline.streaming.activations import (
 from qtool.pipeline.streaming.built_blocks import BuiltBlocks
 from qtool.pipeline.streaming.snapshots import Snapshots
 from qtool.pipeline.streaming.streamed_blocks import StreamedBlocks
+from qtool.plugins import require_returned
 from qtool.progress import Progress
 
 #: bytes of a batch's widest 16-bit input of a linear on a GPU; large batches add to Hessians less

@@ -34,9 +34,11 @@ from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
+from qtool.calibration.rounding.scales import require_float_scale
 from qtool.calibration.statistics import batch_shapes, own_subset
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, suggest
+from qtool.schemes import Scheme
 
 STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
 LOSSES = ("cosine", "mse")
@@ -97,6 +99,9 @@ class Distill(Rounding):
     @property
     def compares(self) -> bool:
         return STARTS[self.start]().compares
+
+    def require_scheme(self, scheme: Scheme) -> None:
+        require_float_scale(scheme)
 
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         if not block.schemes:

@@ -32,6 +32,7 @@ from qtool.calibration.rounding.gptq.memory import (
 )
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
+from qtool.calibration.rounding.scales import require_float_scale
 from qtool.calibration.stacking import by_role, clips_of
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
 from qtool.distributed import ranks
@@ -39,6 +40,7 @@ from qtool.errors import QtoolError
 from qtool.models.family import Family
 from qtool.models.grouped import segments
 from qtool.models.parts import LinearGroup
+from qtool.schemes import Scheme
 
 
 @dataclass
@@ -79,6 +81,9 @@ class Gptq(GptqOptions, Rounding):
     @property
     def compares(self) -> bool:
         return self.residual > 0
+
+    def require_scheme(self, scheme: Scheme) -> None:
+        require_float_scale(scheme)
 
     @torch.no_grad()
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
