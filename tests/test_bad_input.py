@@ -24,6 +24,7 @@ from qtool.io.finite import require_all_finite
 from qtool.io.safetensors import space_for, write_text
 from qtool.io.source import DEMO, Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
+from qtool.runtime.load import load
 from tests.conftest import MakeModel
 from tests.models.tiny import save_tiny
 
@@ -132,20 +133,43 @@ def test_offline_hub_is_one_sentence(tmp_path: Path) -> None:
 def test_encodings_of_config_and_recipe(
     encoding: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
-    """Unicode is read in every form, whatever the locale; anything else is said."""
+    """A recipe is read in every form of Unicode, JSON in that which transformers reads."""
     model, recipe = make_model(), tmp_path / "own.yaml"
     config = json.loads((model / "config.json").read_text()) | {"author": "Jürgen"}
     content = json.dumps(config, ensure_ascii=False).encode(encoding)
     recipe.write_text("about: für alle\nlayers: [{match: .*, scheme: w8a8}]", encoding=encoding)
     (model / "config.json").write_bytes(content)
-    if encoding == "latin-1":
-        with pytest.raises(QtoolError, match=r"config.json: not readable as JSON"):
+    if encoding == "utf-8":
+        assert read_config(model)["author"] == "Jürgen"
+    else:
+        said = "not readable" if encoding == "latin-1" else f"its encoding is {encoding}, .* UTF-8"
+        with pytest.raises(QtoolError, match=rf"config.json: {said}"):
             read_config(model)
+    if encoding == "latin-1":
         with pytest.raises(QtoolError, match=r"own.yaml: not valid YAML"):
             recipes.load(None, str(recipe))
     else:
-        assert read_config(model)["author"] == "Jürgen"
         assert recipes.load(None, str(recipe)).about == "für alle"
+
+
+@pytest.mark.parametrize("variant", ["llama", "stablelm"])
+def test_a_class_of_another_model_type(  # type: ignore[no-untyped-def]
+    variant: str, refused, tmp_path: Path
+) -> None:
+    """Engines would load the one that transformers does not."""
+    model = save_tiny(variant, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    own = config | {"architectures": ["MistralForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(own))
+    said = (
+        f"MistralForCausalLM, the class of model_type 'mistral', and its model_type is '{variant}'"
+    )
+    refused(said, model)
+    with pytest.raises(QtoolError, match=said):
+        load(model)
+    for right in (config["architectures"], ["OtherForCausalLM"], None):
+        (model / "config.json").write_text(json.dumps(config | {"architectures": right}))
+        load(model)
 
 
 def test_missing_shard(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
@@ -296,7 +320,7 @@ def test_a_plan_refuses_what_is_no_file_of_weights(make_model: MakeModel) -> Non
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float33", "Tensor", 16])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float64", "float33", "Tensor", 16])
 def test_dtypes_that_no_model_has(  # type: ignore[no-untyped-def]
     key: str, dtype: object, refused, make_model: MakeModel
 ) -> None:
@@ -304,12 +328,12 @@ def test_dtypes_that_no_model_has(  # type: ignore[no-untyped-def]
     config = json.loads((model / "config.json").read_text())
     del config["dtype"]
     (model / "config.json").write_text(json.dumps(config | {key: dtype}))
-    said = f"config.json: its dtype is {str(dtype)!r}, in which no model can be loaded"
+    said = f"config.json: its dtype is {str(dtype)!r}: write that of the weights there"
     refused(said, model)
     for call in (lambda: qtool.plan(model, "w8a8"), lambda: qtool.evaluate("demo", model)):
         with pytest.raises(QtoolError, match=re.escape(said)):
             call()
-    for right in ("bfloat16", "half", "float64", None):
+    for right in ("bfloat16", "half", None):
         (model / "config.json").write_text(json.dumps(config | {key: right}))
         qtool.plan(model, "w8a8")
 
@@ -336,7 +360,7 @@ def test_dtypes_that_no_text_model_has(  # type: ignore[no-untyped-def]
         if dtype in ("bfloat16", "float32"):
             sizes[dtype] = qtool.plan(model / "config.json", "w8a8").source_bytes
             continue
-        said = f"config.json: its {place}'s dtype is {dtype!r}, in which no model can be loaded"
+        said = f"config.json: its {place}'s dtype is {dtype!r}: write that of the weights there"
         refused(said, model)
         with pytest.raises(QtoolError, match=re.escape(said)):
             qtool.plan(model / "config.json", "w8a8")

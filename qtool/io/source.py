@@ -272,7 +272,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
     Raises:
         QtoolError: the file is missing, is not JSON, has no ``model_type``, or names another file
-            of weights or a dtype in which no model runs.
+            of weights or a dtype that no weights have.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -289,10 +289,10 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise QtoolError(f"{path}: no model_type in it")
     for name, part in with_text_config(config).items():
         dtype, whose = own_dtype(part), f"{name}'s " if name else ""
-        if dtype != "None" and getattr(torch, dtype, None) not in (*DTYPES.values(), torch.float64):
+        if dtype != "None" and getattr(torch, dtype, None) not in DTYPES.values():
             raise QtoolError(
-                f"{path}: its {whose}dtype is {dtype!r}, in which no model can be loaded: write "
-                f"that of the weights there, one of {', '.join(DTYPES)}"
+                f"{path}: its {whose}dtype is {dtype!r}: write that of the weights there, one of "
+                f"{', '.join(DTYPES)}"
             )
     config.pop("auto_map", None)  # it names code beside the model, which is not run or copied
     named = config.pop("transformers_weights", None)  # a native checkpoint has its notice here
@@ -344,10 +344,17 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        QtoolError: the file cannot be read, or holds something else.
+        QtoolError: the file cannot be read, is not UTF-8 without a byte order mark, which is all
+            that transformers reads, or holds something else.
     """
     try:
-        value = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        if (encoding := json.detect_encoding(content)) != "utf-8":
+            raise QtoolError(
+                f"{path}: its encoding is {encoding}, which transformers cannot read: save it as "
+                "UTF-8 without a byte order mark"
+            )
+        value = json.loads(content)
     except (ValueError, OSError, RecursionError) as error:
         raise QtoolError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):

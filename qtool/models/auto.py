@@ -24,15 +24,35 @@ def config_of(directory: Path) -> Any:
     """transformers' config of a directory.
 
     Raises:
-        QtoolError: transformers cannot read it, and what it says.
+        QtoolError: transformers cannot read it, and what it says, or ``architectures`` is of
+            another ``model_type``.
     """
     import transformers
 
     plugins.load()  # one may hold the model's class
     try:
-        return transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # whatever a model's own code raises
         raise QtoolError(refusal(error)) from error
+    _require_architectures(config)
+    return config
+
+
+def _require_architectures(config: Any) -> None:
+    """Refuse classes of another model: transformers goes by ``model_type``, vLLM by these."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, str] = {}
+    for table in ("CAUSAL_LM", "MULTIMODAL_LM"):
+        for kind, name in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").items():
+            if name in (config.architectures or ()):
+                found[kind] = name
+    if found and config.model_type not in found:
+        kind, name = next(iter(found.items()))
+        raise QtoolError(
+            f"config.json: its architectures has {name}, the class of model_type {kind!r}, and its "
+            f"model_type is {config.model_type!r}: one of the two is wrong"
+        )
 
 
 def refusal(error: Exception) -> str:

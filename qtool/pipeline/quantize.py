@@ -150,9 +150,10 @@ def _require_model(source: Checkpoint, job: Job) -> None:
     """Refuse a config.json of a type that transformers knows, but of which it makes no model."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    # the model of a derived family was made when the family was derived
-    if not job.family.derived and job.config["model_type"] in CONFIG_MAPPING:
-        empty_model(float_config(source.directory))
+    if job.config["model_type"] in CONFIG_MAPPING:
+        config = float_config(source.directory)
+        if not job.family.derived:  # else its model was made when the family was derived
+            empty_model(config)
 
 
 @contextmanager
