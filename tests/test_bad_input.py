@@ -167,6 +167,9 @@ def test_a_class_of_another_model_type(  # type: ignore[no-untyped-def]
     refused(said, model)
     with pytest.raises(QtoolError, match=said):
         load(model)
+    for wrong in (5, [5], "LlamaForCausalLM", {"0": "LlamaForCausalLM"}):
+        (model / "config.json").write_text(json.dumps(config | {"architectures": wrong}))
+        refused("a list of names is expected", model)
     for right in (config["architectures"], ["OtherForCausalLM"], None):
         (model / "config.json").write_text(json.dumps(config | {"architectures": right}))
         load(model)

@@ -42,10 +42,14 @@ def _require_architectures(config: Any) -> None:
     """Refuse classes of another model: transformers goes by ``model_type``, vLLM by these."""
     from transformers.models.auto import modeling_auto
 
-    found: dict[str, str] = {}
+    names, found = config.architectures or [], dict[str, str]()
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise QtoolError(
+            f"config.json: its architectures is {names!r}; a list of names is expected"
+        )
     for table in ("CAUSAL_LM", "MULTIMODAL_LM"):
         for kind, name in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").items():
-            if name in (config.architectures or ()):
+            if name in names:
                 found[kind] = name
     if found and config.model_type not in found:
         kind, name = next(iter(found.items()))
