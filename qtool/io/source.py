@@ -5,6 +5,7 @@ A tensor is read when it is asked for.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -145,8 +146,8 @@ class Checkpoint:
 
     def _entries(self) -> dict[str, Entry]:
         index = self.directory / INDEX
-        if not index.exists():
-            if not (self.directory / SINGLE).exists():
+        if not os.path.lexists(index):  # a link to nothing is one to a file that is missing
+            if not os.path.lexists(self.directory / SINGLE):
                 raise QtoolError(
                     f"{self.directory}: no {SINGLE} and no {INDEX}; "
                     f"{_what_is_there(self.directory)}"

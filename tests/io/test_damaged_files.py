@@ -42,6 +42,15 @@ def test_a_shard_that_is_a_directory_or_gone(sharded: Path) -> None:
         Checkpoint(sharded)
 
 
+@pytest.mark.parametrize("name", [INDEX, SINGLE])
+def test_a_link_to_a_file_that_is_gone(name: str, sharded: Path) -> None:
+    """As a cache of the hub holds after a blob was removed."""
+    (sharded / INDEX).unlink()
+    (sharded / name).symlink_to("blob")
+    with pytest.raises(QtoolError, match=rf"{name}(: not readable .*No such file| is missing)"):
+        Checkpoint(sharded)
+
+
 @pytest.mark.parametrize("change", ["cut", "gone"])
 def test_a_file_that_changes_after_it_was_opened(change: str, make_model: MakeModel) -> None:
     directory = make_model()
