@@ -19,7 +19,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.forwards import run
 from qtool.calibration.statistics import maximum, subset
 from qtool.calibration.transforms.queries import observe_queries
-from qtool.calibration.transforms.smooth_attention import KeyObserver, observe_keys
+from qtool.calibration.transforms.smooth_attention import observe_keys
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.runtime.packed_kv import (
@@ -41,14 +41,16 @@ class KVObserver:
     """Keeps the largest magnitudes ``[H, D]`` of keys and values, in place of a KV cache."""
 
     def __init__(self) -> None:
-        self.keys, self.values = KeyObserver(), KeyObserver()
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
 
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Observe both ``[B, H, S, D]`` and return them."""
-        self.values.update(values, keys)
-        return self.keys.update(keys, values)
+        self.keys = maximum((self.keys, keys.abs().amax((0, 2)).float()))
+        self.values = maximum((self.values, values.abs().amax((0, 2)).float()))
+        return keys, values
 
 
 class ExactKV:
@@ -132,7 +134,7 @@ def _largest(block: Block, batches: Sequence[Batch]) -> tuple[Tensor | None, Ten
     observer = KVObserver()
     for batch in batches:
         run(block, batch, **block.with_cache(observer))
-    of_ranks = ranks.all_gather((observer.keys.amax, observer.values.amax))
+    of_ranks = ranks.all_gather((observer.keys, observer.values))
     keys, values = zip(*of_ranks, strict=True)
     return maximum(keys), maximum(values)
 
