@@ -73,15 +73,9 @@ class _Collector:
             for number, of_ranks in zip(self.names, tokens, strict=True)
         }
         for x, counts in self.waiting:
-            rows = [0, *accumulate(counts)]
-            ends = [[start, start + counts[number]] for number, start in place.items()]
-            cuts = torch.searchsorted(self.positions, torch.tensor(ends)).tolist()
-            picked = [
-                self.positions[first:last] - start + rows[number]
-                for (number, start), (first, last) in zip(place.items(), cuts, strict=True)
-            ]
+            picked = self._sampled_rows(place, counts)
             sample = x[torch.cat(picked).to(x.device, non_blocking=True)].float()
-            parts = sample.split([len(p) for p in picked])
+            parts = sample.split([len(rows) for rows in picked])
             for number, part in zip(self.names, parts, strict=True):
                 self.kept[number].append(part)
                 kept[number] += len(part)
@@ -90,6 +84,21 @@ class _Collector:
             self.counts[number].append(kept[number])
             self.seen[number] += sum(of_ranks)
         self.waiting = []
+
+    def _sampled_rows(self, place: Mapping[int, int], counts: Sequence[int]) -> list[Tensor]:
+        """Rows of the sampled inputs of each linear, among inputs sorted by expert.
+
+        Args:
+            place: the position of a linear's first input among all tokens that it sees.
+            counts: the number of inputs of each expert.
+        """
+        first_rows = [0, *accumulate(counts)]
+        spans = [[start, start + counts[number]] for number, start in place.items()]
+        cuts = torch.searchsorted(self.positions, torch.tensor(spans)).tolist()
+        return [
+            self.positions[first:last] - start + first_rows[number]
+            for (number, start), (first, last) in zip(place.items(), cuts, strict=True)
+        ]
 
     def collected(self) -> list[tuple[Tensor | None, Tensor | None, list[int]]]:
         """The values to gather: each linear's largest inputs, its sampled inputs, and counts."""
@@ -185,7 +194,7 @@ def _observe_all(
 
 
 def maximum(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """The elementwise maximum over the ranks; None if none has a value."""
+    """The elementwise maximum of ``parts``, such as those of all ranks; None if all are None."""
     found = [amax for amax in parts if amax is not None]
     return torch.stack(found).amax(0) if len(found) > 1 else next(iter(found), None)
 
