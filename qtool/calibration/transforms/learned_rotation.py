@@ -113,18 +113,18 @@ def learn(
     """
     matrices, order = start.shape[:2]
     device = weights[0].values.device
-    beside, share = inputs, 1.0
+    beside, weight = inputs, 1.0
     if not inputs:
         axes = torch.eye(order, device=device).repeat(1, matrices) * order**0.5
         group = gcd(min(part.group for part in weights), order)
-        beside, share = [GroupedRows(axes, group)], AXES
+        beside, weight = [GroupedRows(axes, group)], AXES
 
-    def ahead(q: Tensor, step: int) -> Tensor:
+    def gradient_of(q: Tensor, step: int) -> Tensor:
         with tensor_cores():
             found = gradient_of_step(weights, q, step)
-            return found.add_(gradient_of_step(beside, q, step), alpha=share)
+            return found.add_(gradient_of_step(beside, q, step), alpha=weight)
 
-    return descend(start.to(device), steps, ahead, keeps_ones)
+    return descend(start.to(device), steps, gradient_of, keeps_ones)
 
 
 def gradient_of_step(parts: Sequence[GroupedRows], q: Tensor, step: int) -> Tensor:
@@ -159,10 +159,10 @@ def descend(
     one = torch.eye(q.shape[-1], device=q.device)
     mean, squares = torch.zeros_like(q), torch.zeros_like(q)
     for step in range(steps):
-        found = gradient_of(q, step)
+        in_q = gradient_of(q, step)
         with tensor_cores():
-            ahead = q.mT @ found
-        skew = ahead - ahead.mT
+            product = q.mT @ in_q
+        skew = product - product.mT
         mean.lerp_(skew, 1 - MOMENTUM)
         squares.lerp_(skew.square(), 1 - SQUARES)
         scale = (squares / (1 - SQUARES ** (step + 1))).sqrt_().clamp_(min=1e-20)
@@ -210,9 +210,9 @@ def gradient(rows: Tensor, q: Tensor, group: int, ranges: bool = False) -> Tenso
         parts = len(some), len(q), -1, q.shape[-1]
         own = some.to(q).view(parts).transpose(0, 1).flatten(1, 2)  # [h, m K / (h n), n]
         turned = (own @ q).unflatten(1, (len(some), -1)).transpose(0, 1)
-        share = to_gradient(turned.reshape(len(some), -1, group), ranges)
-        ahead = share.view(parts).transpose(0, 1).flatten(1, 2)
-        found.baddbmm_(own.mT, ahead, alpha=2 / rows.numel())
+        in_turned = to_gradient(turned.reshape(len(some), -1, group), ranges)
+        in_turned = in_turned.view(parts).transpose(0, 1).flatten(1, 2)
+        found.baddbmm_(own.mT, in_turned, alpha=2 / rows.numel())
     return found
 
 
