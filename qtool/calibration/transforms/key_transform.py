@@ -105,8 +105,8 @@ def fit(
     power = power / power.mean(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
 
     def transform() -> KeyTransform:
-        every = log.expand(-1, len(start), -1)
-        return KeyTransform(torch.cat([every[..., :half], every], -1).exp(), phase)
+        by_head = log.expand(-1, len(start), -1)
+        return KeyTransform(torch.cat([by_head[..., :half], by_head], -1).exp(), phase)
 
     optimizer = torch.optim.Adam([log, phase] if turns else [log], lr=STEP_SIZE)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=steps)

@@ -71,12 +71,12 @@ def balance(block: Block) -> None:
     of 1 it would stay large where the others become small.
     """
     group = block.family.group_of(block.attention.o)
-    rows = block.weight(block.attention.v).double().square().mean(1).sqrt()  # [Hkv D]
-    columns = block.weight(block.attention.o).double().square().mean(0).sqrt()  # [Hq D]
     heads = block.heads
-    loud = rows.view(heads.kv, 1, heads.dim).expand(-1, heads.query // heads.kv, -1).flatten()
-    quiet = per_kv_head(columns, heads)
-    alive, factor = (loud > 0) & (quiet > 0), (loud / quiet).sqrt()
+    rows = block.weight(block.attention.v).double().square().mean(1).sqrt()  # [Hkv D]
+    rows = rows.view(heads.kv, 1, heads.dim).expand(-1, heads.query // heads.kv, -1).flatten()
+    columns = block.weight(block.attention.o).double().square().mean(0).sqrt()  # [Hq D]
+    columns = per_kv_head(columns, heads)
+    alive, factor = (rows > 0) & (columns > 0), (rows / columns).sqrt()
     mean = torch.where(alive, factor.log(), 0.0).sum() / alive.sum().clamp_min(1)
     fold_factor(block, group, torch.where(alive, factor, mean.exp()))
 
