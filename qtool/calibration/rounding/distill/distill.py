@@ -109,8 +109,8 @@ class Distill(Rounding):
         lesson = Lesson(self, block, batches)
         for start in STARTS:  # these codes are not written; gptq rounds starved experts by rtn
             block.notes.pop(start, None)
-        # a factor of all gradients does not change Adam's steps, and this one makes gradients large
-        # compared with its epsilon, and such as float16 holds
+        # Adam's steps do not depend on a factor of all gradients: this one lifts them above Adam's
+        # epsilon and into the range of float16
         gradient_scale = self.batch * batch_shapes(batches)[0][1] * block.config.hidden_size
         optimizer = self.optimizer(lesson.linears)
         steps, last = max(1, self.epochs * len(lesson.train)), 0.0 if self.decay else 1.0
