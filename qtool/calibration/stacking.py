@@ -83,10 +83,12 @@ def at_once(nbytes: int, on_gpu: bool) -> int:
     return max(1, TOGETHER[on_gpu] // nbytes)
 
 
-def searched_in_turn(block: "Block", names: Sequence[str], tokens: int) -> Iterator[Sequence[str]]:
-    """Parts of ``names``, a list of :func:`by_kind`, that a search processes together."""
-    n, k = block.weight(names[0]).shape
-    return in_turn(names, at_once(search_bytes(n, k, tokens), block.device.type == "cuda"))
+def searched_in_turn(block: "Block", names: Iterable[str], tokens: int) -> Iterator[Sequence[str]]:
+    """Parts of ``names`` of one scheme and shape that a search on ``tokens`` processes together."""
+    for alike in by_kind(block, names):
+        n, k = block.weight(alike[0]).shape
+        size = at_once(search_bytes(n, k, tokens), block.device.type == "cuda")
+        yield from in_turn(alike, size)
 
 
 def stacked_weights(block: "Block", names: Sequence[str]) -> Tensor:

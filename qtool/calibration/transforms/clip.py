@@ -28,7 +28,7 @@ from qtool.calibration.forwards import run
 from qtool.calibration.method import Transform
 from qtool.calibration.precision import products, tensor_cores
 from qtool.calibration.rounding.rounded import Rounded
-from qtool.calibration.stacking import by_kind, padded, searched_in_turn, stacked_weights
+from qtool.calibration.stacking import padded, searched_in_turn, stacked_weights
 from qtool.calibration.statistics import collect, subset
 from qtool.distributed import ranks
 from qtool.schemes.base import ClipRatio, Scheme
@@ -97,11 +97,7 @@ class Clip(Transform):
             return search(scheme, weight, scheme.fake_activation(x, params), self.ratios)
 
         judged = [name for name in block.schemes if first[name] in inputs]
-        turns = [
-            names
-            for same in by_kind(block, judged)
-            for names in searched_in_turn(block, same, self.tokens)
-        ]
+        turns = list(searched_in_turn(block, judged, self.tokens))
         found = ranks.map_items(
             searched,
             turns,

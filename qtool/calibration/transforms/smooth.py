@@ -32,7 +32,6 @@ from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
 from qtool.calibration.precision import products, stack, tensor_cores
 from qtool.calibration.stacking import (
-    by_kind,
     by_role,
     padded,
     searched_in_turn,
@@ -148,9 +147,8 @@ def groups_in_turn(
             yield from ([group] for group in some)
             continue
         by_name = {group.linears[0]: group for group in some}
-        for same in by_kind(block, by_name):
-            for names in searched_in_turn(block, same, tokens):
-                yield [by_name[name] for name in names]
+        for names in searched_in_turn(block, by_name, tokens):
+            yield [by_name[name] for name in names]
 
 
 def search(
@@ -167,11 +165,7 @@ def search(
     x, x_amax = padded([seen.sample for seen in inputs]), stack([seen.amax for seen in inputs])
     stacks: list[Sequence[str]] = [[group.linears[0] for group in groups]]
     if len(groups) == 1:
-        stacks = [
-            some
-            for same in by_kind(block, groups[0].linears)
-            for some in searched_in_turn(block, same, x.shape[1])
-        ]
+        stacks = list(searched_in_turn(block, groups[0].linears, x.shape[1]))
     largest = [
         stacked_weights(block, some).abs().amax(1).view(len(x), -1, x.shape[2]).amax(1)
         for some in stacks
