@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from qtool.pipeline.recipe_fit.tile_fit import role_pattern
+from qtool.pipeline.recipe_fit.tile_fit import role_name, role_pattern
 from qtool.recipes import LayerRule, Recipe
 
 #: largest share of the linears' weights that may stay in 16 bits
@@ -38,8 +38,7 @@ def for_groups(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     roles = {role_pattern(name): found for name, found in misfits.items()}
     kept = LayerRule(f"({'|'.join(roles)})$", None)
     sentences = (
-        f"in 16 bits: {role.replace(chr(92), '').replace('d+', '*')}, "
-        f"{k} inputs, which groups of {size} do not divide"
+        f"in 16 bits: {role_name(role)}, {k} inputs, which groups of {size} do not divide"
         for role, (size, k) in roles.items()
     )
     adaptations = (*recipe.adaptations, *sentences)

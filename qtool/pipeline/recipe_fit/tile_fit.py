@@ -41,9 +41,8 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
             bits = layouts.get(str(rule.layout)).bits
             match, layout = f"({'|'.join(roles)})$", BY_BITS[bits].name
             rules.append(replace(rule, match=match, roles=(), layout=layout))
-            listed = ", ".join(role.replace("\\", "").replace("d+", "*") for role in roles)
             sentences.append(
-                f"layout {BY_BITS[bits].name} for {listed}: "
+                f"layout {BY_BITS[bits].name} for {', '.join(map(role_name, roles))}: "
                 f"{rule.layout}'s tile does not divide their weights"
             )
         rules.append(rule)
@@ -68,3 +67,8 @@ def role_pattern(name: str) -> str:
     parts = name.split(".")
     block = next(index for index, part in enumerate(parts) if part.isdigit())
     return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts[block + 1 :])
+
+
+def role_name(pattern: str) -> str:
+    """A :func:`role_pattern` for people, with ``*`` for any expert's number."""
+    return pattern.replace(r"\d+", "*").replace("\\", "")
