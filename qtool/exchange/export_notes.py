@@ -95,7 +95,8 @@ def _dtype_notes(target: ExportFormat, formats: Iterable[LinearFormat], dtype: s
     """Notes on other tensors than weights that are rounded, for a model of ``dtype``."""
     if target.dtype is not None:
         theirs = dtype_name(target.dtype)
-        note = f"embedding, norms, biases and head: {dtype} here, {theirs} there"
+        here = dtype or "a dtype that config.json does not name"
+        note = f"embedding, norms, biases and head: {here} here, {theirs} there"
         return [] if dtype == theirs else [f"{note}, as the kernels want"]
     # an import keeps the dtype of the scales that it finds
     other = {f.scale_dtype for f in formats} - {dtype, "float32"}

@@ -290,7 +290,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise QtoolError(f"{path}: no model_type in it")
     for name, part in with_text_config(config).items():
         dtype, whose = own_dtype(part), f"{name}'s " if name else ""
-        if dtype != "None" and getattr(torch, dtype, None) not in DTYPES.values():
+        if dtype and getattr(torch, dtype, None) not in DTYPES.values():
             raise QtoolError(
                 f"{path}: its {whose}dtype is {dtype!r}: write that of the weights there, one of "
                 f"{', '.join(DTYPES)}"

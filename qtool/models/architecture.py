@@ -112,15 +112,14 @@ def with_text_config(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def named_dtype(config: Mapping[str, Any]) -> str:
     """The name of the dtype in config.json, of a wrapper without one that of its text model.
 
-    Else ``None``.
+    It is empty if there is none.
     """
-    names = map(own_dtype, with_text_config(config).values())
-    return next((name for name in names if name != "None"), "None")
+    return next(filter(None, map(own_dtype, with_text_config(config).values())), "")
 
 
 def own_dtype(part: Mapping[str, Any]) -> str:
-    """The name of the dtype in one part of config.json, under its new key or its old one."""
-    return str(part.get("dtype") or part.get("torch_dtype"))
+    """The name of the dtype in a part of config.json, under its new or its old key; or empty."""
+    return str(part.get("dtype") or part.get("torch_dtype") or "")
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:

@@ -1,6 +1,8 @@
 """marlin and marlin-24 files, read back by closed forms."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +39,16 @@ def test_the_whole_model_is_fp16(native: Native, exported: Export) -> None:
     assert floats == {torch.float16}
     assert checkpoint.config["dtype"] == "float16"
     assert "bfloat16 here, float16 there" in done.notes[0]
+
+
+def test_a_note_says_where_no_dtype_is_named(
+    native: Native, exported: Export, tmp_path: Path
+) -> None:
+    ours = Path(shutil.copytree(native("w4a16", 128, dtype=torch.bfloat16), tmp_path / "ours"))
+    config = json.loads((ours / "config.json").read_text())
+    del config["dtype"]
+    (ours / "config.json").write_text(json.dumps(config))
+    assert "a dtype that config.json does not name here" in exported(ours, "marlin").notes[0]
 
 
 @pytest.mark.parametrize(("scheme", "name"), [("w4a16", "marlin"), ("w4a16-24", "marlin-24")])
