@@ -14,17 +14,16 @@ from qtool.plugins import require_returned
 
 def block_shape(job: Job, block: int, samples: int, seqlen: int, itemsize: int = 2) -> BlockShape:
     """The shape of block ``block`` of ``job``, as its methods count their work."""
-    linears = job.linears(block)
-    formats = job.formats(block)
+    linears, formats = job.linears(block), job.formats(block)
     return BlockShape(
-        job.block_family(block),
-        job.namespace,
-        linears,
-        {name: linears[name] for name in formats},
-        {name: own.scheme_object for name, own in formats.items()},
-        samples,
-        seqlen,
-        itemsize,
+        family=job.block_family(block),
+        config=job.namespace,
+        linears=linears,
+        quantized={name: linears[name] for name in formats},
+        schemes={name: own.scheme_object for name, own in formats.items()},
+        samples=samples,
+        seqlen=seqlen,
+        itemsize=itemsize,
     )
 
 
