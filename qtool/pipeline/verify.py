@@ -25,6 +25,7 @@ from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, OFFSET, missing_scales
 from qtool.runtime.read_linear import load_linear, packed_linears
 
+#: random inputs of each linear
 TOKENS = 8
 #: float32 epilogue (three multiplications, G additions) against float64
 TOLERANCE = 1e-5
