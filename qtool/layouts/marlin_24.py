@@ -54,22 +54,10 @@ METADATA = DigitLayout(
 #: first kept position + 4 * second, by bits that tell which of a quad's inputs are not zero; 0 if
 #: they are too many
 POSITIONS = (
-    0b1110,
-    0b1000,
-    0b1001,
-    0b0100,
-    0b1110,
-    0b1000,
-    0b1001,
-    0,
-    0b1110,
-    0b1100,
-    0b1101,
-    0,
-    0b1110,
-    0,
-    0,
-    0,
+    *(0b1110, 0b1000, 0b1001, 0b0100),
+    *(0b1110, 0b1000, 0b1001, 0),
+    *(0b1110, 0b1100, 0b1101, 0),
+    *(0b1110, 0, 0, 0),
 )
 
 

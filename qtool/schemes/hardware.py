@@ -62,65 +62,39 @@ _NO_INT4 = (
     "measured)"
 )
 
-GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        # APEX4's "OPs/cycle" is per tensor core, 4 in an SM; FP32 is 2 x 64 or 2 x 128 CUDA cores
-        Gpu(
-            "a100",
-            8192,
-            4096,
-            128,
-            "APEX4 table 1: 1248 TOPS, 19.5 TFLOPS; QServe section 2.1: INT8 624",
-        ),
-        Gpu("rtx3090", 4096, 2048, 256, "APEX4 table 1: 568 TOPS, 35.6 TFLOPS; INT8 half, as a40"),
-        Gpu(
-            "a40", 4096, 2048, 256, "APEX4 table 1: 599 TOPS, 37.4 TFLOPS; A40 datasheet: INT8 299"
-        ),
-        Gpu("a10", 4096, 2048, 256, "the SM of a40 (sm_86)"),
-        # APEX4 gives L40S INT4 at INT8's rate, NVIDIA's whitepaper gives the same SM twice that on
-        # GeForce
-        Gpu(
-            "l40s", 2048, 2048, 256, "APEX4 table 1: 733 TOPS, 91.6 TFLOPS; INT8 per SM as rtx4090"
-        ),
-        Gpu(
-            "rtx4090",
-            4096,
-            2048,
-            256,
-            "NVIDIA Ada whitepaper: INT4 1321, INT8 661 TOPS, 82.6 TFLOPS",
-        ),
-        Gpu(
-            "h100",
-            None,
-            8192,
-            256,
-            "NVIDIA H100 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4,
-        ),
-        Gpu("h800", None, 8192, 256, "the SM of h100; " + _NO_INT4),
-        Gpu(
-            "h200",
-            None,
-            8192,
-            256,
-            "NVIDIA H200 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4,
-        ),
-        Gpu(
-            "b200",
-            None,
-            16384,
-            256,
-            "HGX B200 datasheet: INT8 4500 TOPS dense, 75-80 TFLOPS; " + _NO_INT4,
-        ),
-        Gpu(
-            "rtx5090",
-            None,
-            2048,
-            256,
-            "NVIDIA RTX Blackwell whitepaper: INT8 838 TOPS, 104.8 TFLOPS; no s4 mma in its code",
-        ),
-    )
-}
+_ALL = (
+    # APEX4's "OPs/cycle" is per tensor core, 4 in an SM; FP32 is 2 x 64 or 2 x 128 CUDA cores
+    Gpu("a100", 8192, 4096, 128, "APEX4 table 1: 1248 TOPS, 19.5 TFLOPS; QServe 2.1: INT8 624"),
+    Gpu("rtx3090", 4096, 2048, 256, "APEX4 table 1: 568 TOPS, 35.6 TFLOPS; INT8 half, as a40"),
+    Gpu("a40", 4096, 2048, 256, "APEX4 table 1: 599 TOPS, 37.4 TFLOPS; A40 datasheet: INT8 299"),
+    Gpu("a10", 4096, 2048, 256, "the SM of a40 (sm_86)"),
+    # APEX4 gives L40S INT4 at INT8's rate, NVIDIA's whitepaper gives the same SM twice that on
+    # GeForce
+    Gpu("l40s", 2048, 2048, 256, "APEX4 table 1: 733 TOPS, 91.6 TFLOPS; INT8 per SM as rtx4090"),
+    Gpu("rtx4090", 4096, 2048, 256, "NVIDIA Ada whitepaper: INT4 1321, INT8 661 TOPS, 82.6 TFLOPS"),
+    Gpu(
+        "h100", None, 8192, 256, "NVIDIA H100 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4
+    ),
+    Gpu("h800", None, 8192, 256, "the SM of h100; " + _NO_INT4),
+    Gpu(
+        "h200", None, 8192, 256, "NVIDIA H200 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4
+    ),
+    Gpu(
+        "b200",
+        None,
+        16384,
+        256,
+        "HGX B200 datasheet: INT8 4500 TOPS dense, 75-80 TFLOPS; " + _NO_INT4,
+    ),
+    Gpu(
+        "rtx5090",
+        None,
+        2048,
+        256,
+        "NVIDIA RTX Blackwell whitepaper: INT8 838 TOPS, 104.8 TFLOPS; no s4 mma in its code",
+    ),
+)
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _ALL}
 
 
 def gpu(name: str) -> Gpu:
