@@ -11,7 +11,13 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.layouts.base import Layout, require_bytes, require_codes, require_tile
-from qtool.layouts.digits import Permutation, digit_sizes, parse_digits, tile_size
+from qtool.layouts.digits import (
+    Permutation,
+    digit_sizes,
+    order_names,
+    parse_digits,
+    tile_size,
+)
 from qtool.layouts.words import (
     WORDS,
     as_words,
@@ -83,7 +89,7 @@ class DigitLayout(Layout):
             "channel_order": n,
         }.items():
             order = getattr(self, what)
-            if order is not None and sorted(order.replace(",", " ").split()) != sorted(expected):
+            if order is not None and sorted(order_names(order)) != sorted(expected):
                 raise QtoolError(
                     f"layout {self.name}: {what} {order!r}: each of {', '.join(expected)} is"
                     " expected once"
@@ -97,7 +103,7 @@ class DigitLayout(Layout):
     def by_rows(self) -> bool:  # type: ignore[override]
         first = self.n.split()[0]
         orders = (self.order, self.group_order, self.channel_order)
-        return all(order is None or order.replace(",", " ").split()[0] == first for order in orders)
+        return all(order is None or order_names(order)[0] == first for order in orders)
 
     @property
     def tile(self) -> tuple[int, int]:  # type: ignore[override]
@@ -121,7 +127,7 @@ class DigitLayout(Layout):
                 digit[name] = index % sizes[name]
                 index = index // sizes[name]
         byte = torch.zeros_like(n + k)
-        for name in self.order.replace(",", " ").split():
+        for name in order_names(self.order):
             byte = byte * sizes[name] + digit[name]
         return byte, digit[self.nibble] ^ self.low if self.nibble else torch.zeros_like(byte)
 

@@ -23,6 +23,11 @@ def parse_digits(text: str) -> Digits:
     return tuple((name, int(size or 0)) for name, _, size in pairs)
 
 
+def order_names(order: str) -> list[str]:
+    """The digits of an order, most significant first, whatever dimensions they are in."""
+    return order.replace(",", " ").split()
+
+
 def tile_size(text: str) -> int:
     """The number that an index in these digits must be a multiple of."""
     return prod(size for _, size in parse_digits(text) if size)
@@ -44,17 +49,13 @@ class Permutation:
         """``tensor``, whose flat index is the source digits, in the stored dimensions."""
         source = [name for name, _ in parse_digits(self.source)]
         view = tensor.reshape([sizes[name] for name in source])
-        moved = view.permute([source.index(name) for name in self._names])
+        moved = view.permute([source.index(name) for name in order_names(self.order)])
         return moved.reshape([prod(sizes[d] for d in dim.split()) for dim in self.order.split(",")])
 
     def invert(self, stored: Tensor, sizes: dict[str, int]) -> Tensor:
         """Inverse of :meth:`apply`, flat."""
-        names = self._names
+        names = order_names(self.order)
         view = stored.reshape([sizes[name] for name in names])
         return view.permute([names.index(name) for name, _ in parse_digits(self.source)]).reshape(
             -1
         )
-
-    @property
-    def _names(self) -> list[str]:
-        return self.order.replace(",", " ").split()
