@@ -82,43 +82,26 @@ def total(name: str, rows: Iterable[Row]) -> Row:
 
 def as_text(rows: list[Row]) -> str:
     """A table of the packed linears, with their total and a total of all other tensors."""
-    packed = [row for row in rows if row.layout]
-    table = [
-        *packed,
-        total("all packed linears", packed),
-        total("everything else", (r for r in rows if not r.layout)),
-    ]
-    cells = [
-        (
-            r.name,
-            " x ".join(map(str, r.shape)),
-            r.scheme,
-            r.layout,
-            f"{r.nbytes / 1e6:.3f}",
-            f"{r.bits:.3f}",
-        )
-        + (() if (share := r.w4a4_share) is None else (f"{share:.1%}",))
-        for r in table
-    ]
+    packed, others = [r for r in rows if r.layout], [r for r in rows if not r.layout]
+    table = [*packed, total("all packed linears", packed), total("everything else", others)]
     mixed = [(r.eight_bit, r.shape[0]) for r in packed if r.eight_bit is not None]
-    header = [
-        "name",
-        "shape",
-        "scheme",
-        "layout",
-        "MB",
-        "bits a weight",
-        *(["in W4A4"] if mixed else []),
-    ]
+    header = ["name", "shape", "scheme", "layout", "MB", "bits a weight"]
+    header += ["in W4A4"] if mixed else []
+    cells = [_cells(row) for row in table]
     text = render(header, [(*row, *[""] * (len(header) - len(row))) for row in cells])
     return text + (f"\n{w4a4_share(mixed):.1%} of the model's GEMM work in W4A4" if mixed else "")
 
 
+def _cells(row: Row) -> list[str]:
+    shape, share = " x ".join(map(str, row.shape)), row.w4a4_share
+    cells = [row.name, shape, row.scheme, row.layout, f"{row.nbytes / 1e6:.3f}", f"{row.bits:.3f}"]
+    return cells if share is None else [*cells, f"{share:.1%}"]
+
+
 def as_dicts(rows: list[Row]) -> list[dict[str, Any]]:
     """The rows as plain data, for ``--json``."""
-    extra = ("eight_bit",)
     return [
-        {k: v for k, v in vars(row).items() if k not in extra}
+        {k: v for k, v in vars(row).items() if k != "eight_bit"}
         | {"bits_per_weight": row.bits, "w4a4_share": row.w4a4_share}
         for row in rows
     ]
