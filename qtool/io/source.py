@@ -205,15 +205,8 @@ class Checkpoint:
             digest.update(repr(self.adapter.hashes).encode())
         for name, entry in sorted(self._stored.items()):
             stat = entry.path.stat()
-            facts = (
-                name,
-                str(entry.dtype),
-                entry.shape,
-                entry.path.name,
-                entry.start,
-                stat.st_size,
-                stat.st_mtime_ns,
-            )
+            place = entry.path.name, entry.start, stat.st_size, stat.st_mtime_ns
+            facts = name, str(entry.dtype), entry.shape, *place
             digest.update(repr(facts).encode())
         return digest.hexdigest()
 
