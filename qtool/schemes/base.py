@@ -6,9 +6,8 @@ A scheme turns a weight ``[N, K]`` into integer *codes* and *parameters* (scales
 says what they mean. It works on any device, on ``meta`` too, so that ``qtool plan`` gets every
 stored shape and byte from the same code that quantizes.
 
-Every built-in scheme is, per group, an affine grid ``value = step * code + offset`` over
-a range of legal codes. GPTQ, clipping and distillation see only that
-:class:`~qtool.schemes.arithmetic.grid.Grid`.
+Every scheme is, per group, an affine grid ``value = step * code + offset`` over a range of legal
+codes. GPTQ, clipping and distillation see only that :class:`~qtool.schemes.arithmetic.grid.Grid`.
 """
 
 from abc import ABC, abstractmethod
