@@ -59,8 +59,8 @@ def schemes() -> str:
         perplexity = " / ".join(f"{row['perplexity']:.2f}" for row in variants)
         rows.append([f"`{scheme}`", about[scheme], perplexity, f"{variants[0]['bits']:.2f}"])
     full = (
-        f"perplexity of the demo ({found['full']['perplexity']:.2f} in 16 bits): fast / paper / "
-        "best"
+        f"perplexity of the demo ({found['full']['perplexity']:.2f} in full precision): fast / "
+        "paper / best"
     )
     return markdown(["scheme", "what it is", full, "bits a weight"], rows)
 

@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import re
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import qtool
-from qtool import layouts, schemes
+from qtool import api, layouts, schemes
 from tests.docs.pages import FENCE, PAGES, ROOT, name_of
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -71,6 +72,14 @@ def test_the_reference_has_every_public_name() -> None:
     for name in qtool.__all__:
         module = getattr(qtool, name).__module__
         assert module in shown or any(entry.endswith(f".{name}") for entry in shown), name
+
+
+def test_the_reference_says_which_functions_qtool_itself_lacks() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    named = re.findall(r"`(\w+)`", page[: page.index("can also be had")])
+    functions = {name for name, one in vars(api).items() if isfunction(one) and name[0] != "_"}
+    of_api = {name for name in functions if getattr(api, name).__module__ == api.__name__}
+    assert set(named) == of_api - set(qtool.__all__)
 
 
 def test_the_reference_has_what_a_protocol_declares() -> None:
