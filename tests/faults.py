@@ -1358,8 +1358,8 @@ FAULTS = [
         ),
         (
             "qtool/exchange/exportable.py",
-            "if found and found.rotated:",
-            "if found is None:",
+            "if found and found.rotated)",
+            "if found is None)",
             "tests/exchange/test_exportable.py -k rotated",
         ),
         (

@@ -45,13 +45,11 @@ def exported_formats(
     try:
         formats = _formats(target, *model)
     except QtoolError as error:
-        others = _that_take(*model)
-        can = (
-            f"formats that can: {', '.join(others)}"
-            if others
-            else "no format of a serving stack can"
-        )
-        raise QtoolError(f"{error}; {can}") from error
+        if not (others := _that_take(*model)):
+            raise QtoolError(f"{error}; no format of a serving stack can") from error
+        rotated = _rotated(_formats(export_formats.EXPORT_FORMATS[others[0]], *model))
+        how = ", quantized with --for-export" if rotated else ""
+        raise QtoolError(f"{error}; formats that can{how}: {', '.join(others)}") from error
     _require_unrotated(formats)
     return formats
 
@@ -108,14 +106,18 @@ def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str
         raise QtoolError("no linear of the checkpoint is quantized; there is nothing to export")
 
 
+def _rotated(formats: ByLinear) -> str | None:
+    """The first linear whose inputs are rotated at run time."""
+    return next((name for name, found in formats.items() if found and found.rotated), None)
+
+
 def _require_unrotated(formats: ByLinear) -> None:
     """Refuse linears whose inputs are rotated at run time."""
-    for name, found in formats.items():
-        if found and found.rotated:
-            raise QtoolError(
-                f"{name}: its inputs are rotated at run time (online-hadamard), which no loader of "
-                "another format does: quantize with --for-export"
-            )
+    if name := _rotated(formats):
+        raise QtoolError(
+            f"{name}: its inputs are rotated at run time (online-hadamard), which no loader of "
+            "another format does: quantize with --for-export"
+        )
 
 
 def _formats(

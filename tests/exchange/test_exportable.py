@@ -141,6 +141,8 @@ def test_inputs_that_are_rotated_are_not_exported(
             refuses()
         assert str(refused.value) == ROTATED
     assert not (tmp_path / "out").exists()
+    with pytest.raises(QtoolError, match=f"that can, quantized with --for-export: .*{takes}"):
+        export(native, "gptq", tmp_path / "out")
     plans = [qtool.plan(source, scheme, recipe="best", for_export=asked) for asked in (False, True)]
     said = [as_text(planned).splitlines()[-1] for planned in plans]
     assert said[0] == f"export formats: none, {ROTATED}" and "compressed-tensors" in said[1]
