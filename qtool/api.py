@@ -485,8 +485,9 @@ def evaluate(
         return evaluate_checkpoints(names, model, compare, engine=_engine(engine), **options)
     from qtool.eval.evaluate import TaskKeywords
     from qtool.eval.evaluate import evaluate as evaluate_loaded
-    from qtool.pipeline.in_memory import require_tokenizer
+    from qtool.pipeline.in_memory import require_model, require_tokenizer
 
+    require_model(model)
     require_known(options, TaskKeywords.__annotations__)
     if tokenizer is None or compare is not None or engine is not None:
         raise QtoolError(

@@ -483,6 +483,8 @@ def test_a_tokenizer_is_no_name(tmp_path: Path) -> None:
 def test_values_that_evaluation_and_export_cannot_have(tmp_path: Path) -> None:
     with pytest.raises(QtoolError, match="unknown task 'dmeo'"):
         qtool.evaluate("dmeo", "demo")
+    with pytest.raises(QtoolError, match="model None: a directory, a hub id"):
+        qtool.evaluate("demo", None)  # type: ignore[arg-type]
     with pytest.raises(QtoolError, match="batch_size 0: a whole number"):
         qtool.evaluate("demo", "demo", batch_size=0)
     with pytest.raises(QtoolError, match="seqlen '64': a whole number of at least 2"):
