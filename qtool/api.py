@@ -339,7 +339,8 @@ def _config_of(model: Model) -> dict[str, Any]:
 def _local_source(model: Model) -> Checkpoint | None:
     """The checkpoint of a local directory or ``demo``, if its safetensors files are there."""
     from qtool.distributed import ranks
-    from qtool.io.source import DEMO, INDEX, Checkpoint
+    from qtool.io.integrity import INDEX
+    from qtool.io.source import DEMO, Checkpoint
 
     if not isinstance(model, str | os.PathLike):
         return None

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from qtool.bench.random_checkpoint import config_of
 from qtool.format import SLAB_ROWS, LinearFormat
+from qtool.io.integrity import INDEX
 from qtool.io.safetensors import write, write_json
-from qtool.io.source import INDEX
 from qtool.pipeline.job import Job
 from qtool.recipes import load
 from qtool.runtime.packed_kv import NEUTRAL, SCALES

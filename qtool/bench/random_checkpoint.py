@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError, suggest
+from qtool.io.integrity import INDEX
 from qtool.io.safetensors import write, write_json
-from qtool.io.source import INDEX
 from qtool.pipeline.job import Job
 from qtool.recipes import parse
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from qtool.errors import CheckFailed
 
-RECORD, CONFIG = "qtool.json", "config.json"
+RECORD, CONFIG, INDEX = "qtool.json", "config.json", "model.safetensors.index.json"
 CHANGED = "the file's sha256 is not the one recorded when it was written"
 UNREADABLE = "missing or damaged: the shards' hashes cannot be checked"
 
@@ -90,14 +90,15 @@ def damaged_shards(directory: Path) -> Iterator[tuple[str, str]]:
                 yield shard, CHANGED
 
 
-def changed_config(directory: Path) -> Iterator[tuple[str, str]]:
-    """``(file, problem)`` if config.json has changed since it was written.
+def changed_json(directory: Path) -> Iterator[tuple[str, str]]:
+    """``(file, problem)`` for config.json and the index, if changed since they were written.
 
     Loading accepts a change, which may be on purpose: an entry there lengthens the context.
     """
-    recorded = read_record(directory).get(CONFIG)
-    if recorded is not None and sha256_of(directory / CONFIG) != recorded:
-        yield CONFIG, CHANGED
+    recorded = read_record(directory)
+    for name in (CONFIG, INDEX):
+        if name in recorded and sha256_of(directory / name) != recorded[name]:
+            yield name, CHANGED
 
 
 def sha256_of(path: Path) -> str | None:

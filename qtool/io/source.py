@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError, in_one_line, require_path
 from qtool.io.dequantize import FloatFormat, dequantized, published
-from qtool.io.integrity import RECORD
+from qtool.io.integrity import INDEX, RECORD
 from qtool.io.safetensors import Entry, read, read_header
 from qtool.models.architecture import DTYPES, own_dtype, with_text_config
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from qtool.io.adapter import Adapter
 
 DEMO = Path(__file__).parent.parent / "demo"
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 #: files that belong to a model besides its weights
 SIDE_FILES = (

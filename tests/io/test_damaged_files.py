@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 import qtool
 from qtool.errors import QtoolError
+from qtool.io.integrity import INDEX
 from qtool.io.safetensors import read_header
-from qtool.io.source import INDEX, SINGLE, Checkpoint
+from qtool.io.source import SINGLE, Checkpoint
 from tests.conftest import MakeModel
 
 

@@ -12,6 +12,7 @@ from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.exchange.export import export
 from qtool.format import LinearFormat
+from qtool.io.integrity import INDEX
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.verify import verify
@@ -54,16 +55,22 @@ def test_other_bytes_for_the_same_codes(
     assert problems() == {"packing the unpacked s2 does not give the stored bytes"}
 
 
-def test_a_config_that_was_edited(make_model: MakeModel, tmp_path: Path) -> None:
-    """What is computed with it is another model; it still loads, as it may be meant."""
+@pytest.mark.parametrize(
+    ("name", "edit"),
+    [("config.json", {"rope_theta": 5e5}), (INDEX, {"metadata": {"total_size": 0}})],
+)
+def test_a_config_or_an_index_that_was_edited(
+    name: str, edit: dict[str, object], make_model: MakeModel, tmp_path: Path
+) -> None:
+    """What is computed with it may be another model; it still loads, as it may be meant."""
     native = quantize(Checkpoint(make_model()), recipes.load("w4a8-lqq"), tmp_path / "native")
-    config = json.loads((native / "config.json").read_text())
-    (native / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    content = json.loads((native / name).read_text())
+    (native / name).write_text(json.dumps(content | edit))
     bad = [(row.name, row.problem) for row in verify(native) if row.problem]
-    assert bad == [("config.json", "the file's sha256 is not the one recorded when it was written")]
+    assert bad == [(name, "the file's sha256 is not the one recorded when it was written")]
     load(native)
     record = json.loads((native / "qtool.json").read_text())
-    del record["config.json"]  # as an earlier qtool wrote it
+    del record[name]  # as an earlier qtool wrote it
     (native / "qtool.json").write_text(json.dumps(record))
     assert not [row for row in verify(native) if row.problem]
 

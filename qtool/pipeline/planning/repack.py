@@ -11,7 +11,8 @@ from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.errors import QtoolError
 from qtool.exchange.convert import shards_of
 from qtool.exchange.import_ import Import
-from qtool.io.source import INDEX, SINGLE, Checkpoint
+from qtool.io.integrity import INDEX
+from qtool.io.source import SINGLE, Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import Plan, kinds, plain_host_bytes

@@ -18,7 +18,8 @@ from vllm.model_executor.models.utils import WeightsMapper
 from qtool import __version__
 from qtool.errors import QtoolError
 from qtool.format import QUANT_METHOD, CheckpointFormat
-from qtool.io.source import INDEX, SINGLE, Checkpoint
+from qtool.io.integrity import INDEX
+from qtool.io.source import SINGLE, Checkpoint
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.serving.stored import require_stored
 from qtool.serving.vllm import fusion
