@@ -104,7 +104,7 @@ def perplexity(
     windows = cut_windows(ids, min(seqlen, scorer.context_length or seqlen))[:limit]  # [windows, s]
     sums: list[float] = []
     with progress.bar(label, len(windows), "window") as bar:
-        for batch in windows.split(scorer.batch_size):  # [b, s]
+        for batch in windows.split(min(scorer.batch_size, len(windows))):  # [b, s]
             sums += scorer.nll(batch)
             bar.update(len(batch))
     scored = windows.shape[1] - 1
