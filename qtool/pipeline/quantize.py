@@ -102,7 +102,7 @@ def quantize(
     _require_model(source, job)
     require_tied(source, job)
     calibration = calibration or Calibration()
-    specs = job.shards()
+    specs, side_files = job.shards(), source.side_files()
     where = torch.device(device)
     output = Output(out, _identity(source, job, calibration, where), len(specs), resume=resume)
     if output.finished:
@@ -121,7 +121,7 @@ def quantize(
                 shards.make(tokens, activations)
                 source.require_unchanged(output.identity["source model"])
         record.write()
-        output.finish(_config(job), _provenance(source, job, drawn), source.side_files())
+        output.finish(_config(job), _provenance(source, job, drawn), side_files)
     return out
 
 

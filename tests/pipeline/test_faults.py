@@ -111,6 +111,21 @@ def test_a_source_that_changes_meanwhile_makes_no_result(source: Path, tmp_path:
         run(model, out, resume=True)
 
 
+def test_a_tokenizer_that_is_removed_meanwhile_is_missed(source: Path, tmp_path: Path) -> None:
+    """A result without it would look whole."""
+    model = shutil.copytree(source, tmp_path / "model")
+    tokenizer = model / "tokenizer.json"
+    tokenizer.write_text("{}")
+
+    def removed(*_: object) -> None:
+        tokenizer.unlink(missing_ok=True)
+
+    out = tmp_path / "out"
+    with pytest.raises(FileNotFoundError, match=tokenizer.name):
+        quantize(Checkpoint(model), recipes.load("w4a16"), out, progress=removed)
+    assert not out.exists()
+
+
 @pytest.mark.usefixtures("partial")
 def test_another_plugin_would_make_other_bytes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
