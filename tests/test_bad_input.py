@@ -331,7 +331,7 @@ def test_dtypes_that_no_model_has(  # type: ignore[no-untyped-def]
     config = json.loads((model / "config.json").read_text())
     del config["dtype"]
     (model / "config.json").write_text(json.dumps(config | {key: dtype}))
-    said = f"config.json: its dtype is {str(dtype)!r}: write that of the weights there"
+    said = f"config.json: its dtype is {str(dtype)!r}; weights in one of float32, "
     refused(said, model)
     for call in (lambda: qtool.plan(model, "w8a8"), lambda: qtool.evaluate("demo", model)):
         with pytest.raises(QtoolError, match=re.escape(said)):
@@ -363,7 +363,7 @@ def test_dtypes_that_no_text_model_has(  # type: ignore[no-untyped-def]
         if dtype in ("bfloat16", "float32"):
             sizes[dtype] = qtool.plan(model / "config.json", "w8a8").source_bytes
             continue
-        said = f"config.json: its {place}'s dtype is {dtype!r}: write that of the weights there"
+        said = f"config.json: its {place}'s dtype is {dtype!r}; weights in one of float32, "
         refused(said, model)
         with pytest.raises(QtoolError, match=re.escape(said)):
             qtool.plan(model / "config.json", "w8a8")

@@ -64,7 +64,7 @@ def load_tasks(
     seqlen: int = SEQLEN,
     limit: int | None = None,
     data_dir: str | Path | None = None,
-    batch_size: int = 4,
+    batch_size: int = 8,
     deterministic: bool = False,
 ) -> list[LoadedTask]:
     """Load the text or the questions of all tasks.

@@ -83,7 +83,7 @@ def perplexity(
     *,
     seqlen: int = SEQLEN,
     limit: int | None = None,
-    batch_size: int = 4,
+    batch_size: int = 8,
     deterministic: bool = False,
     label: str = "perplexity",
 ) -> Perplexity:

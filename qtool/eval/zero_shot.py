@@ -99,7 +99,7 @@ def zero_shot(
     *,
     origin: str,
     limit: int | None = None,
-    batch_size: int = 4,
+    batch_size: int = 8,
     deterministic: bool = False,
     questions: str = "",
     label: str = "zero-shot",

@@ -284,8 +284,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         dtype, whose = own_dtype(part), f"{name}'s " if name else ""
         if dtype and getattr(torch, dtype, None) not in DTYPES.values():
             raise QtoolError(
-                f"{path}: its {whose}dtype is {dtype!r}: write that of the weights there, one of "
-                f"{', '.join(DTYPES)}"
+                f"{path}: its {whose}dtype is {dtype!r}; weights in one of {', '.join(DTYPES)}, "
+                "and their dtype there, are expected"
             )
     config.pop("auto_map", None)  # it names code beside the model, which is not run or copied
     named = config.pop("transformers_weights", None)  # a native checkpoint has its notice here

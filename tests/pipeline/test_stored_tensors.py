@@ -161,6 +161,10 @@ def test_what_cannot_be_cast_is_refused(make_model: MakeModel, tmp_path: Path) -
 
 def test_float64_weights_are_refused_before_any_work(make_model: MakeModel, tmp_path: Path) -> None:
     model = make_model(dtype=torch.float64)
+    with pytest.raises(QtoolError, match=r"its dtype is 'float64'; weights in one of float32, "):
+        run(model, STREAMED, tmp_path / "out")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     with pytest.raises(QtoolError, match=r"dtype torch.float64 found; a float16, bfloat16 or"):
         run(model, STREAMED, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
