@@ -15,6 +15,7 @@ def main() -> None:
             # torch's threads wait awake for moments only: beside other work on the same cores they
             # would wait for each other longer than they compute
             os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        _keep_freed_memory()
         signal.signal(signal.SIGINT, _interrupt)
         from qtool.cli import main as run
 
@@ -34,6 +35,18 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (until the process ends)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep up to 256 MiB that were freed, in blocks of up to 32 MiB each.
+
+    By default it returns them to the system, and each large tensor's pages are faulted in again.
+    """
+    import ctypes
+
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # other C libraries have none
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD
+        mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD
 
 
 def _interrupt(_: int, frame: FrameType | None) -> None:

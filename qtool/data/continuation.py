@@ -145,9 +145,7 @@ class _Batch:
             self.state, self.cache, self.layers = "", None, []
         logits = out.logits[:, -1].float()
         self.finite &= torch.isfinite(logits).all()  # read later, so that nothing waits for a GPU
-        self.tokens.append(
-            torch.multinomial(logits.nan_to_num(0, 0, 0).softmax(-1), 1, generator=random)
-        )
+        self.tokens.append(sampled(logits.nan_to_num(0, 0, 0).softmax(-1), random))
         self.drawn += 1
 
     def entry(self, random: torch.Generator) -> dict[str, Tensor]:
@@ -179,6 +177,17 @@ class _Batch:
             raise QtoolError(
                 "NaN or Inf in the model's logits: it cannot continue the calibration text"
             )
+
+
+def sampled(probabilities: Tensor, random: torch.Generator) -> Tensor:
+    """A token ``[B, 1]`` for each row of ``probabilities [B, V]``.
+
+    The cumulative distribution is inverted at one random number for each row.
+    ``torch.multinomial`` draws a number for each of V tokens.
+    """
+    upto = probabilities.cumsum(-1, dtype=torch.float64)
+    share = torch.rand(len(upto), 1, dtype=upto.dtype, device=upto.device, generator=random)
+    return torch.searchsorted(upto, share * upto[:, -1:], right=True)
 
 
 def _cache(model: "PreTrainedModel", length: int) -> Cache | None:

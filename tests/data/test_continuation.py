@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel
 
-from qtool.data.continuation import continued
+from qtool.data.continuation import continued, sampled
 from qtool.errors import QtoolError
 from qtool.runtime.decode import graph_decoding
 from qtool.runtime.load import load
@@ -59,8 +59,15 @@ def drawn_again(model: PreTrainedModel, length: int) -> Tensor:
     random, wanted = torch.Generator().manual_seed(7), texts()
     while wanted.shape[1] < length:
         p = model(wanted, use_cache=False).logits[:, -1].softmax(-1)
-        wanted = torch.cat([wanted, torch.multinomial(p, 1, generator=random)], 1)
+        wanted = torch.cat([wanted, sampled(p, random)], 1)
     return wanted
+
+
+def test_tokens_are_as_frequent_as_probable_and_none_is_drawn_that_has_no_probability() -> None:
+    rows = torch.tensor([0, 0.25, 0, 0.75, 0]).expand(10_000, -1)
+    counts = sampled(rows, torch.Generator().manual_seed(0)).flatten().bincount(minlength=5)
+    assert counts.sum() == counts[1] + counts[3] == 10_000
+    assert abs(counts[1] / 10_000 - 0.25) < 0.02  # five standard deviations
 
 
 class Killed(Exception):

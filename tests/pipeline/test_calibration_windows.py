@@ -238,14 +238,33 @@ def test_how_many_at_once_is_a_matter_of_the_device() -> None:
     job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
     cpu = torch.device("cpu")
     for memory in (1e9, 5e9, 24e9):
-        many = continuation_memory(job, 1 << 40, 256, cpu, memory)
+        many = continuation_memory(job, 1 << 40, 128, cpu, memory)
         room = CACHE_SHARE * HOST_SHARE * memory
         beside = many.bytes - many.weights
         assert beside <= room < beside * (1 + 1 / many.batch_size)
-        assert continuation_memory(job, 3, 256, cpu, memory).batch_size == 3
-        again = continuation_memory(job, 2 * many.batch_size + 1, 256, cpu, memory)
+        assert continuation_memory(job, 3, 128, cpu, memory).batch_size == 3
+        again = continuation_memory(job, 2 * many.batch_size + 1, 128, cpu, memory)
         assert again.batch_size == -(-(2 * many.batch_size + 1) // 3)  # parts are of like size
     assert continuation_memory(job, 8, 10**9, cpu, 1e6).batch_size == 1
+
+
+@pytest.mark.parametrize(
+    ("window", "piece"),
+    [
+        (64, 64),
+        (255, 255),
+        (256, 128),
+        (509, 509),
+        (512, 128),
+        (1000, 250),
+        (2048, 256),
+        (8192, 256),
+    ],
+)
+def test_a_window_is_continued_in_equal_pieces(window: int, piece: int) -> None:
+    job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
+    found = continuation_memory(job, 3, window, torch.device("cpu"), 1e9)
+    assert (found.length, found.pieces) == (piece, 3 * window // piece)
 
 
 def test_a_model_that_a_gpu_cannot_hold_is_rounded() -> None:

@@ -24,9 +24,10 @@ CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
 #: tokens of a batch; a longer window is a batch by itself
 BATCH_TOKENS = 4096
-#: least tokens of the equal pieces of a window, each of which is continued by itself: eight pieces
-#: take an eighth of a window's steps, over an eighth of its keys and values
-PIECE_TOKENS = 256
+#: a window is continued in equal pieces of about a quarter of its tokens, and of at least so many
+#: and about so many at most: four pieces take a quarter of the steps of the whole window, over a
+#: quarter of its keys and values
+PIECE_TOKENS = 128, 256
 #: share of a piece that is taken from a text if the model continues it
 GIVEN_SHARE = 1 / 8
 #: share of a run's memory for keys, values and working memory while the model continues pieces; if
@@ -185,7 +186,8 @@ def continuation_memory(
     every token is the same in each run.
     """
     itemsize, heads = compute_bytes(job, device), Heads.of(job.namespace)
-    counts = range(max(1, seqlen // PIECE_TOKENS), 0, -1)
+    least, most = PIECE_TOKENS
+    counts = range(max(1, seqlen // min(max(seqlen // 4, least), most)), 0, -1)
     pieces = samples * next(count for count in counts if seqlen % count == 0)
     length = samples * seqlen // pieces
     given = max(1, int(length * GIVEN_SHARE))
@@ -193,7 +195,7 @@ def continuation_memory(
         sum(shape) for block in job.distinct_blocks for shape in job.linears(block).values()
     )
     cached = 2 * job.blocks * heads.kv * heads.dim * length * itemsize
-    beside = 3 * given * widest * itemsize + 3 * 4 * int(job.namespace.vocab_size)
+    beside = 3 * given * widest * itemsize + 4 * 4 * int(job.namespace.vocab_size)
     parameters = sum(map(prod, job.source_shapes().values()))
     weights, rounded = itemsize * parameters, None
     if device.type == "cuda" and weights > WEIGHTS_SHARE * memory:

@@ -75,17 +75,21 @@ def round_panel(
 ) -> tuple[Tensor, Tensor]:
     """Codes and errors ``[E, N, b]`` of one panel; the fields of ``grid`` are ``[E, N, b]`` too.
 
-    It works on transposes, in which a column is contiguous.
+    It works on transposes, in which a column is contiguous. They are split into columns at once,
+    because taking a column of a tensor costs as much as a step of the arithmetic.
     """
     target, weight, error, step, offset, low, high = (
         t.permute(2, 0, 1).contiguous()  # [b, E, N]
         for t in (target, weight, error, grid.step, grid.offset, grid.low, grid.high)
     )
     codes, errors = torch.empty_like(target), torch.empty_like(target)
-    for k in range(len(target)):
-        wanted = target[k] if keep is None else torch.where(keep[:, :, k], target[k], 0.0)
-        codes[k] = torch.round((wanted - offset[k]) / step[k]).clamp(low[k], high[k])
-        errors[k] = weight[k] - (codes[k] * step[k] + offset[k])
-        for e, change in enumerate(errors[k] - error[k]):
-            target[k + 1 :, e].addr_(feedback[e, k, k + 1 :], change)
+    given = target, weight, error, step, offset, low, high, codes, errors
+    for k, columns in enumerate(zip(*(t.unbind() for t in given), strict=True)):
+        wanted, w, before, s, o, lo, hi, code, e = columns  # [E, N] each
+        if keep is not None:
+            wanted = torch.where(keep[:, :, k], wanted, 0.0)
+        torch.sub(wanted, o, out=code).div_(s).round_().clamp_(lo, hi)
+        torch.sub(w, torch.mul(code, s, out=e).add_(o), out=e)
+        for i, change in enumerate(e - before):
+            target[k + 1 :, i].addr_(feedback[i, k, k + 1 :], change)
     return codes.permute(1, 2, 0), errors.permute(1, 2, 0)
