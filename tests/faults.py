@@ -522,8 +522,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/rounding/gptq/columns.py",
-            "enumerate(errors[k] - error[k])",
-            "enumerate(errors[k])",
+            "enumerate(e - before)",
+            "enumerate(e)",
             "tests/calibration/rounding/test_columns.py",
         ),
         (
@@ -678,7 +678,7 @@ FAULTS = [
             "tests/calibration/transforms/test_pruned_rotation.py",
         ),
         (
-            "qtool/calibration/rounding/gptq/rounding.py",
+            "qtool/calibration/rounding/gptq/residual_stream.py",
             "parts = (stream, x * columns.to(x.dtype))",
             "parts = (stream, stream * 0)",
             "tests/calibration/rounding/test_gptq.py",

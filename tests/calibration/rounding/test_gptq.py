@@ -19,7 +19,8 @@ from qtool.calibration.rounding.gptq.factor import Factor
 from qtool.calibration.rounding.gptq.gptq import Problem, prepare
 from qtool.calibration.rounding.gptq.gptq import solve as solve_problems
 from qtool.calibration.rounding.gptq.hessian import Hessian, relative_error
-from qtool.calibration.rounding.gptq.rounding import Gptq, share_of_tokens
+from qtool.calibration.rounding.gptq.residual_stream import share_of_tokens
+from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.scales import float_scale
 from qtool.errors import QtoolError

@@ -22,22 +22,22 @@ from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import Observer, Reference, by_place, inputs_of, observe
 from qtool.calibration.method import Rounding
 from qtool.calibration.precision import ROWS
-from qtool.calibration.rounding.gptq.gptq import PANEL, GptqOptions, Problem, Solution, solve
-from qtool.calibration.rounding.gptq.hessian import Hessian, panels, relative_error
+from qtool.calibration.rounding.gptq import cost
+from qtool.calibration.rounding.gptq.gptq import GptqOptions, Problem, Solution, solve
+from qtool.calibration.rounding.gptq.hessian import Hessian, relative_error
 from qtool.calibration.rounding.gptq.memory import (
     hessians_in_turn,
     kept_input_bytes,
-    others_bytes,
     problems_at_once,
 )
+from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers, share_of_tokens
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.rounding.scales import require_float_scale
-from qtool.calibration.stacking import by_role, clips_of
+from qtool.calibration.stacking import clips_of
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
-from qtool.models.family import Family
 from qtool.models.grouped import segments
 from qtool.models.parts import LinearGroup
 from qtool.schemes import Scheme
@@ -230,78 +230,10 @@ class Gptq(GptqOptions, Rounding):
         return Solution.stacked(ranks.all_gather(own), block.schemes[stack.names[0]])
 
     def work(self, block: BlockShape) -> Work:
-        """The work on one block.
-
-        The inputs of a group come from a forward that ends at the group, and from a forward of the
-        float block. The inputs of all experts come from one forward, in which shared experts run
-        first. The float block's last forward (its only one, if its inputs are kept) goes on to the
-        block's output, and is counted there instead of here.
-        """
-        work, before, last = Work(), 0.0, 0.0
-        kept = kept_input_bytes(block.family, block.linears, block.tokens)
-        routed_flops = sum(
-            block.linear_flops(group.linears) for group in block.family.groups if group.routed
-        )
-        to_experts = block.forward_flops() - routed_flops
-        turns = hessians_in_turn(
-            block.family.groups, lambda group: block.linears[group.linears[0]][1]
-        )
-        for number, groups in enumerate(turns):
-            routed, problems = groups[0].routed, block.stacked(groups)
-            drift = bool(self.residual) and not routed
-            if problems:
-                again = drift and not kept
-                work += Work(forward_flops=to_experts if routed else (1 + again) * before)
-                last = before if again else last
-            seen = block.tokens * block.share(groups[0].linears[0])
-            # experts are alike
-            together = problems_at_once(*problems[0]) if routed and problems else 1
-            writes = drift and self._makes_up_for_stream(block.family, groups[0])
-            for n, k in problems:
-                moments = sum(
-                    rows.stop * (columns.stop - columns.start) for rows, columns in panels(k)
-                )
-                work += Work(
-                    hessian_flops=2 * seen * (moments + drift * k * k + writes * n * k),
-                    rounding_flops=(1 / 3 + 2 * drift) * k**3 + n * k * k * (5 + 6 * self.rounds),
-                    # a panel's scales take about as long as two sweeps over it
-                    rounding_panels=-(-k // PANEL) * (1 + 3 * self.rounds) / together,
-                )
-            flops = sum(block.linear_flops(group.linears) for group in groups)
-            to_experts, before = to_experts + routed * flops, before + (not routed) * flops
-            before += block.attention_flops() if number == 0 else 0
-        looked_at = sum(
-            n * k * (len(self.clip_ratios(block.schemes[name])) + 4)
-            for name, (n, k) in block.quantized.items()
-        )
-        return work + Work(forward_flops=-last, rounding_weights=looked_at)
-
-    def _makes_up_for_stream(self, family: Family, group: LinearGroup) -> bool:
-        return self.stream > 0 and bool(norms_of_writers(family, group.linears[0]))
+        return cost.work(self, block)
 
     def held_bytes(self, block: BlockShape) -> int:
-        """Bytes at the worst moment, when the linears that share an input are solved.
-
-        The device then holds the exact weights of linears that are not rounded yet, the codes of
-        the others, and what solving takes. At first that is H, the damped H (twice for coordinate
-        descent), its factor, and the inverse of the factor if float inputs are compared; later it
-        is H and the feedback, beside the stacked weight, its target, errors and codes. Several
-        experts are solved together.
-        """
-        left, total, worst = block.weights, block.weights, 0
-        for groups in by_role(block.family.groups):
-            drift = bool(self.residual) and not groups[0].routed
-            problems = block.stacked(groups)
-            for n, k in problems[:1]:  # experts are alike
-                factoring = (3 + 2 * drift + bool(self.rounds)) * 4 * k * k
-                sweeping = (2 + drift + bool(self.rounds)) * 4 * k * k + 20 * n * k
-                writes = drift and self._makes_up_for_stream(block.family, groups[0])
-                solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
-                solving += 4 * n * k * writes
-                worst = max(worst, 4 * left + (total - left) + solving)
-            left -= sum(n * k for n, k in problems)
-        floats = kept_input_bytes(block.family, block.linears, block.tokens)
-        return worst + (2 * total + floats if self.residual else 0)
+        return cost.held_bytes(self, block)
 
 
 def compared(block: Block) -> list[str]:
@@ -310,46 +242,6 @@ def compared(block: Block) -> list[str]:
     linears = [names[0] for linears in dense for names in by_format(block, linears)]
     norms = (norm for name in linears for norm in norms_of_writers(block.family, name))
     return [*dict.fromkeys(norms), *linears]
-
-
-def share_of_tokens(stream: Tensor, x: Tensor, columns: Tensor, largest: float) -> Tensor:
-    """The factor ``[M, 1]`` of each token in the moments of a linear that writes to the stream.
-
-    The norms that read the residual stream divide a token by its size in the stream, and its error
-    with it. Counted as it is, a token with a massive activation (Sun et al., 2024, arXiv
-    2402.17762) would outweigh all others.
-
-    Args:
-        stream: ``[M, H]``, before the linear writes to it.
-        x: the linear's inputs ``[M, K]``.
-        columns: norms ``[K]`` of the columns of its weight. They give the size of what is written,
-            as if the inputs were uncorrelated.
-        largest: a token up to so many times as large as the median has factor 1; a larger one is
-            scaled to the median.
-    """
-    parts = (stream, x * columns.to(x.dtype))
-    sizes = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
-    size = torch.hypot(*sizes)
-    median = size.sort().values[len(size) // 2]
-    return torch.where(size > largest * median, median / size, 1.0)[:, None]
-
-
-def norms_of_writers(family: Family, name: str) -> list[str]:
-    """The norms before each linear that writes to the residual stream, up to linear ``name``.
-
-    The input of such a norm is the stream before the linear writes to it. The list is empty unless
-    ``name`` writes to the stream, and its output is added as it is or times one number. Routed
-    experts are left out: they do not make up for the error of the stream, so a shared expert behind
-    them does.
-    """
-    norms: list[str] = []
-    norm = ""
-    for group in family.groups:
-        norm = group.source if group.reads_residual else norm
-        norms += [norm] * (group.writes_residual and not group.routed)
-        if group.linears == (name,) and group.writes_residual and norm and not family.why_fixed:
-            return norms
-    return []
 
 
 def moments_observer(

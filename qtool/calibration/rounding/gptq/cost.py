@@ -1,0 +1,113 @@
+"""The work of GPTQ on a block and the memory that it takes, from the block's shape.
+
+Legend: N output channels, K input channels.
+"""
+
+from collections.abc import Sequence
+
+from qtool.calibration.cost import BlockShape, Work
+from qtool.calibration.rounding.gptq.gptq import PANEL, GptqOptions
+from qtool.calibration.rounding.gptq.hessian import panels
+from qtool.calibration.rounding.gptq.memory import (
+    hessians_in_turn,
+    kept_input_bytes,
+    others_bytes,
+    problems_at_once,
+)
+from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers
+from qtool.calibration.stacking import by_role
+from qtool.models.parts import LinearGroup
+
+
+def work(options: GptqOptions, block: BlockShape) -> Work:
+    """The work on one block."""
+    turns = list(
+        hessians_in_turn(block.family.groups, lambda group: block.linears[group.linears[0]][1])
+    )
+    found = Work(forward_flops=_forward_flops(options, block, turns))
+    for groups in turns:
+        found += _solving(options, block, groups)
+    ratios = {name: len(options.clip_ratios(scheme)) for name, scheme in block.schemes.items()}
+    searched = sum(n * k * (ratios[name] + 4) for name, (n, k) in block.quantized.items())
+    return found + Work(rounding_weights=searched)
+
+
+def _forward_flops(
+    options: GptqOptions, block: BlockShape, turns: Sequence[Sequence[LinearGroup]]
+) -> float:
+    """Operations of the forwards that give the inputs of the groups in ``turns``.
+
+    The inputs of a group come from a forward that ends at the group, and from a forward of the
+    float block. The inputs of all experts come from one forward, in which shared experts run first.
+    The float block's last forward (its only one, if its inputs are kept) goes on to the block's
+    output, and is counted there instead of here.
+    """
+    keeps = kept_input_bytes(block.family, block.linears, block.tokens) > 0
+    routed = [group for group in block.family.groups if group.routed]
+    to_experts = block.forward_flops() - sum(block.linear_flops(g.linears) for g in routed)
+    total = to_dense = last = 0.0
+    for number, groups in enumerate(turns):
+        flops = sum(block.linear_flops(group.linears) for group in groups)
+        quantized = bool(block.stacked(groups))
+        if groups[0].routed:
+            total += quantized * to_experts
+            to_experts += flops
+        else:
+            total += quantized * to_dense
+            if quantized and options.residual and not keeps:
+                total, last = total + to_dense, to_dense
+            to_dense += flops
+        to_dense += block.attention_flops() if number == 0 else 0
+    return total - last
+
+
+def _solving(options: GptqOptions, block: BlockShape, groups: Sequence[LinearGroup]) -> Work:
+    """The work of the Hessians of ``groups`` and of rounding their linears."""
+    found, problems = Work(), block.stacked(groups)
+    compares, writes = _corrections(options, block, groups)
+    tokens = block.tokens * block.share(groups[0].linears[0])
+    together = 1
+    if groups[0].routed and problems:
+        together = problems_at_once(*problems[0])  # experts are alike
+    for n, k in problems:
+        moments = sum(rows.stop * (columns.stop - columns.start) for rows, columns in panels(k))
+        found += Work(
+            hessian_flops=2 * tokens * (moments + compares * k * k + writes * n * k),
+            rounding_flops=(1 / 3 + 2 * compares) * k**3 + n * k * k * (5 + 6 * options.rounds),
+            # a panel's scales take about as long as two sweeps over it
+            rounding_panels=-(-k // PANEL) * (1 + 3 * options.rounds) / together,
+        )
+    return found
+
+
+def held_bytes(options: GptqOptions, block: BlockShape) -> int:
+    """Bytes at the worst moment, when the linears that share an input are solved.
+
+    The device then holds the exact weights of linears that are not rounded yet, the codes of the
+    others, and what solving takes. At first that is H, the damped H (twice for coordinate descent),
+    its factor, and the inverse of the factor if float inputs are compared; later it is H and the
+    feedback, beside the stacked weight, its target, errors and codes. Several experts are solved
+    together.
+    """
+    left, total, worst = block.weights, block.weights, 0
+    for groups in by_role(block.family.groups):
+        problems = block.stacked(groups)
+        compares, writes = _corrections(options, block, groups)
+        for n, k in problems[:1]:  # experts are alike
+            factoring = (3 + 2 * compares + bool(options.rounds)) * 4 * k * k
+            sweeping = (2 + compares + bool(options.rounds)) * 4 * k * k + 20 * n * k
+            solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
+            solving += 4 * n * k * writes
+            worst = max(worst, 4 * left + (total - left) + solving)
+        left -= sum(n * k for n, k in problems)
+    floats = kept_input_bytes(block.family, block.linears, block.tokens)
+    return worst + (2 * total + floats if options.residual else 0)
+
+
+def _corrections(
+    options: GptqOptions, block: BlockShape, groups: Sequence[LinearGroup]
+) -> tuple[bool, bool]:
+    """Whether the targets of ``groups`` make up for the error of the input, and of the stream."""
+    compares = options.residual > 0 and not groups[0].routed
+    writers = norms_of_writers(block.family, groups[0].linears[0])
+    return compares, compares and options.stream > 0 and bool(writers)
