@@ -176,10 +176,17 @@ small) # random models: experts (needs moe.tar.xz), sliding windows and soft cap
     done
     wait
     ;;
-two) # two GPUs
+two) # two GPUs: the same split over both, with quantized caches, and a mixture (needs moe.tar.xz)
+    cases=${2:-w4a8-lqq w8a8 w4a16 w4a8-qoq w4a8-qoq-g128 w4a4-g128 w4ax-fmpq w4a16-24 kv4 kv8}
+    step mixtral 60 python3 -c "$small_code" mixtral "$DATA/mixtral" &
     memorize
-    for name in demo sure; do
-        step "two-$name" 240 bash -c "check $name ${2:-w4a8-lqq} --tensor-parallel 2 $CHECK"
+    wait
+    for name in demo sure mixtral; do
+        [ $name = mixtral ] && cases=${3:-w4a8-lqq w4a8-qoq w8a8 w4a16}
+        for case in $cases; do
+            step "two-$name-$case" 400 bash -c "check $name $case --tensor-parallel 2 $CHECK" &
+        done
+        wait
     done
     ;;
 both) # all that needs two GPUs, side by side; LIMIT is for everything, seconds
