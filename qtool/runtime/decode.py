@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 from transformers.masking_utils import create_masks_for_generate
@@ -321,7 +322,7 @@ def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
         and not kwargs.get("output_hidden_states")
         and kwargs.get("return_dict") is not False
         and not torch.is_grad_enabled()
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not is_in_torch_dispatch_mode()
     )
 
 

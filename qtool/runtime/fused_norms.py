@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def is_rms_norm(module: nn.Module) -> bool:
@@ -24,6 +25,6 @@ def fuse_norms(model: nn.Module) -> None:
 
 
 def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
+    if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
         return type(norm).forward(norm, hidden)
     return nn.functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
