@@ -22,13 +22,13 @@ from qtool.kernels.attention.packed_cache import TOKENS, PackedCache, require_he
 from qtool.kernels.checks import require_tensors
 from qtool.kernels.dtypes import HALF
 
-#: bytes of two scales and two zero points
-PARAMETERS = 8
+#: bytes of a token's two scales and two zero points
+SCALE_BYTES = 8
 
 
 def head_bytes(bits: int, dim: int) -> int:
     """Bytes of one kv head in a page."""
-    return TOKENS * (2 * (dim * bits // 8) + PARAMETERS)
+    return TOKENS * (2 * (dim * bits // 8) + SCALE_BYTES)
 
 
 @dataclass(frozen=True)
