@@ -12,8 +12,7 @@ Legend: B batch, Hq query and H kv heads, C capacity, Tq queries a sequence, D h
 """
 
 import struct
-from functools import cache
-from functools import partial as partial_of
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -193,10 +192,10 @@ class Launch(NamedTuple):
         arch, overlap = require_ampere(OP, device)
         group, all_rows = heads // self.kv_heads, batch * heads * queries
         row_blocks = plan.row_blocks(group * queries)
-        sums = all_rows * splits * (dim + 2) if splits > 1 else 0
-        partial = query.new_empty(sums, dtype=torch.float32)
+        size = all_rows * splits * (dim + 2) if splits > 1 else 0
+        sums = query.new_empty(size, dtype=torch.float32)  # of each split
         parameters = PARAMETERS.pack(
-            *pointers(query, *self.parts, self.lengths, mask, self.out, partial, table, self.shift),
+            *pointers(query, *self.parts, self.lengths, mask, self.out, sums, table, self.shift),
             *(query.stride(0), self.page_bytes, self.scaling, self.softcap),
             *(self.kv_heads, group, queries, self.tokens, self.capacity),
             *(0 if mask is None else mask.shape[2], splits, row_blocks, self.window, all_rows),
@@ -204,7 +203,7 @@ class Launch(NamedTuple):
         )
         variant = (plan, query.dtype, mask is not None, self.softcap > 0, table is not None)
         attend, combine = _kernels(*variant, arch, device.index)
-        start = partial_of(launch, device=device, overlap=overlap)
+        start = partial(launch, device=device, overlap=overlap)
         blocks = batch * self.kv_heads * row_blocks
         start(attend, blocks * splits, 32 * WARPS, plan.shared_bytes, parameters)
         if splits > 1:
