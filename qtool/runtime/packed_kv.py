@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.kernels.attention.packed_cache import TOKENS, takes_head_dim
 from qtool.models import Family, Heads, family_of
 from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KVQuantizer, Packed, require_kv
 
@@ -26,8 +27,6 @@ OFFSET, IMPORTANCE = "k_offset", "k_importance"
 #: tensors that kv4 stores and their values without effect, which a missing tensor stands for
 NEUTRAL = {OFFSET: 0.0, IMPORTANCE: 1.0}
 STORED = {KV8: SCALES, KV4: tuple(NEUTRAL)}
-#: the capacity of the packed tensors is a multiple of so many tokens, as the kernels require
-ROOM = 64
 
 
 def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor]:
@@ -182,7 +181,7 @@ class PackedTokens:
         """Make room for ``tokens`` tokens of the shape of ``like``."""
         if tokens <= self.capacity:
             return
-        unit = math.lcm(ROOM, self.quantizer.tokens)
+        unit = math.lcm(TOKENS, self.quantizer.tokens)
         capacity = -(-max(tokens, self.capacity * 3 // 2) // unit) * unit
         groups, old = capacity // self.quantizer.tokens, self.packed
         one_group = self.quantizer.quantize(like[:, :, : self.quantizer.tokens])
@@ -226,7 +225,6 @@ def kernel_packs(quantizer: KVQuantizer, x: Tensor) -> bool:
     """Whether ``qtool::kv_append`` packs ``x [B, H, T, D]``, on a GPU, as ``quantizer`` does."""
     return (
         isinstance(quantizer, KV4 | KV8)
-        and x.shape[3] % 16 == 0
-        and x.shape[3] <= 256
+        and takes_head_dim(x.shape[3])
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
     )

@@ -90,9 +90,14 @@ class PackedCache:
         require_tensors(self.op, device, expected)
 
 
+def takes_head_dim(dim: int) -> bool:
+    """Whether the kernels are compiled for a head dimension."""
+    return dim % 16 == 0 and 16 <= dim <= MOST_CHANNELS
+
+
 def require_head_dim(op: str, dim: int) -> None:
     """Refuse a head dimension that no kernel has."""
-    if dim % 16 or not 16 <= dim <= MOST_CHANNELS:
+    if not takes_head_dim(dim):
         raise QtoolError(
             f"{op}: head dimension {dim}; expected a multiple of 16 up to {MOST_CHANNELS}"
         )

@@ -33,7 +33,7 @@ from qtool.errors import QtoolError
 from qtool.kernels.attention.kv_append_paged import kv_append_paged
 from qtool.kernels.attention.kv_attention_paged import kv_attention_paged
 from qtool.kernels.attention.kv_gather import kv_gather
-from qtool.kernels.attention.packed_cache import MOST_CHANNELS, TOKENS
+from qtool.kernels.attention.packed_cache import TOKENS, takes_head_dim
 from qtool.serving.vllm.engine import READ_BACK
 
 
@@ -323,7 +323,7 @@ class PagedBackend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 16 == 0 and head_size <= MOST_CHANNELS
+        return takes_head_dim(head_size)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
