@@ -7,7 +7,7 @@ import torch
 
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
-from qtool.runtime.dispatch import KERNELS, Kernel, kernel_for
+from qtool.runtime.dispatch import KERNELS, Kernel
 
 #: token counts that are run once before serving: those that engines capture in graphs, and larger
 #: ones up to a large prefill
@@ -52,8 +52,6 @@ def serving_kernel(
     Raises:
         QtoolError: naming the layer, if no kernel takes it.
     """
-    if kernel := kernel_for(linear_format, n, k, device, dtype):
-        return kernel
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return require_kernel(name, linear_format, n, k, capability, dtype)
 
