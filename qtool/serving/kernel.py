@@ -1,6 +1,6 @@
 """Which kernel an engine's layer runs, chosen and compiled before the first token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -100,10 +100,24 @@ def require_kernel(
     )
 
 
+#: the keys of :func:`compile_kernels` in this process
+_compiled: set[Hashable] = set()
+
+
 def compile_kernels(
-    multiply: Callable[[torch.Tensor], object], k: int, device: torch.device, dtype: torch.dtype
+    key: Hashable,
+    multiply: Callable[[torch.Tensor], object],
+    k: int,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
-    """Run ``multiply`` on zeros ``[M, k]`` for each M whose kernel may differ; not on a CPU."""
-    if device.type == "cuda":
+    """Run ``multiply`` on zeros ``[M, k]`` for each M whose kernel may differ; not on a CPU.
+
+    ``key``: all that the kernels of ``multiply`` depend on besides k, device and dtype. Calls with
+    an equal key run nothing.
+    """
+    key = key, k, device, dtype
+    if device.type == "cuda" and key not in _compiled:
         for tokens in LADDER:
             multiply(torch.zeros(tokens, k, dtype=dtype, device=device))
+        _compiled.add(key)

@@ -22,9 +22,6 @@ from qtool.runtime.dispatch import Call, Kernel
 from qtool.serving.kernel import Gemm, compile_kernels, serving_kernel
 from qtool.serving.partition import Axes, axes, require_shares
 
-#: shapes whose kernels are compiled already
-_COMPILED: set[tuple[Any, ...]] = set()
-
 
 @dataclass(frozen=True)
 class ParameterTypes:
@@ -139,20 +136,9 @@ class PackedLinear:
                 layer.register_parameter(
                     self.pieces[-1][name], nn.Parameter(tensor, requires_grad=False)
                 )
-        example = stored["qweight"]
-        k = _inputs(layer)
-        key = (
-            self.format,
-            *self.outputs,
-            k,
-            len(self.pieces),
-            self.permuted,
-            self.dtype,
-            example.device,
-        )
-        if key not in _COMPILED:
-            compile_kernels(lambda x: self.apply(layer, x), k, example.device, self.dtype)
-            _COMPILED.add(key)
+        key = (self.format, *self.outputs, len(self.pieces), self.permuted)
+        device = stored["qweight"].device
+        compile_kernels(key, partial(self.apply, layer), _inputs(layer), device, self.dtype)
 
     def _split(self, stored: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """The tensors of each GEMM; one serves linears that gather and quantize alike."""

@@ -32,8 +32,6 @@ from qtool.serving.partition import axes, require_shares
 CAPTURED = 512
 #: the shards of each of the two stacks, in the order of their rows
 STACKS = {"w13": ("w1", "w3"), "w2": ("w2",)}
-#: shapes whose kernels are compiled already
-_COMPILED: set[tuple[Any, ...]] = set()
 
 
 class QtoolExpertsMethod(FusedMoEMethodBase):
@@ -189,16 +187,13 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         """Run every batch size whose kernel may differ once; layers of the same shapes share it."""
         hidden, top = self.sizes["w13"][1], self.moe.experts_per_token
         formats, sizes = (tuple(each.values()) for each in (self.formats, self.sizes))
-        key = (formats, sizes, self.experts, top, self.dtype, device)
-        if key in _COMPILED:
-            return
+        key = (formats, sizes, self.experts, top)
         if self.grouped:
-            compile_kernels(partial(self._to_first, layer), hidden, device, self.dtype)
-        else:
-            for stack in STACKS:
-                multiply = partial(self._multiply, layer, stack, 0)
-                compile_kernels(multiply, self.sizes[stack][1], device, self.dtype)
-        _COMPILED.add(key)
+            compile_kernels(key, partial(self._to_first, layer), hidden, device, self.dtype)
+            return
+        for stack in STACKS:
+            multiply, k = partial(self._multiply, layer, stack, 0), self.sizes[stack][1]
+            compile_kernels((*key, stack), multiply, k, device, self.dtype)
 
     @property
     def grouped(self) -> bool:
