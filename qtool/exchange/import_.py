@@ -253,8 +253,9 @@ def _permuted(source: Checkpoint, grids: Mapping[str, Grid]) -> tuple[str, ...]:
     settings = model.settings(source.config)
     permuted: dict[str, None] = {}
     for name in (name for name, grid in grids.items() if grid.order is not None):
-        block, _, linear = name.removeprefix(f"{model.blocks}.").partition(".")
-        group = model.at(settings, int(block)).group_of(linear)
+        block, linear = model.place(name)
+        assert block is not None
+        group = model.at(settings, block).group_of(linear)
         permuted |= dict.fromkeys(group.linears)
     return tuple(permuted)
 

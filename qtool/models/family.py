@@ -227,6 +227,12 @@ class Family:
             for linear in self.at(config, block).linears():
                 yield f"{self.blocks}.{block}.{linear}"
 
+    def place(self, name: str) -> tuple[int | None, str]:
+        """The block of a full name, None outside of blocks, and the name within the block."""
+        prefix = f"{self.blocks}."
+        block, _, within = name.removeprefix(prefix).partition(".")
+        return (int(block) if name.startswith(prefix) and block.isdigit() else None), within
+
     def tensor_parallel(self, config: Any, ranks: int) -> dict[str, tuple[int, int]]:
         """Into how many parts serving stacks cut N and K of each linear, over ``ranks`` GPUs.
 

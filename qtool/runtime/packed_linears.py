@@ -27,7 +27,7 @@ class PackedLinears:
 
     def of(self, name: str) -> LinearFormat | None:
         """The format of the linear ``name`` of the checkpoint, None if it has 16 bits."""
-        block, within = self._place(name)
+        block, within = self.family.place(name)
         if (
             block is None
             or not 0 <= block < len(self._linears)
@@ -122,7 +122,7 @@ class PackedLinears:
 
     def shape(self, name: str) -> tuple[int, int]:
         """``(N, K)`` of the linear ``name``."""
-        block, within = self._place(name)
+        block, within = self.family.place(name)
         n, k = self._block(block or 0).shape(f"{within}.weight", self.settings)
         return n, k
 
@@ -136,7 +136,7 @@ class PackedLinears:
         Raises:
             QtoolError: naming the channels or heads that do not divide.
         """
-        block, within = self._place(name)
+        block, within = self.family.place(name)
         family, (n, k) = self._block(block or 0), self.shape(name)
         split = family.tensor_parallel(self.settings, ranks)
         rows, columns = split[within]
@@ -154,11 +154,6 @@ class PackedLinears:
                 "tensor-parallel size"
             )
         return tuple(size // cuts[part] for part, size in parts.items()), k // columns, columns
-
-    def _place(self, name: str) -> tuple[int | None, str]:
-        prefix = f"{self.family.blocks}."
-        block, _, within = name.removeprefix(prefix).partition(".")
-        return (int(block) if name.startswith(prefix) and block.isdigit() else None), within
 
     def _block(self, block: int) -> Family:
         return self.family.at(self.settings, block)

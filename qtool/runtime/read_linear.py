@@ -44,9 +44,9 @@ def load_linear(
 def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
     """``(N, K)`` of the linear ``name``, by the family's declaration and config.json."""
     family = family_of(checkpoint.config)
-    block, _, within = name.removeprefix(f"{family.blocks}.").partition(".")
+    block, within = family.place(name)
     settings = family.settings(checkpoint.config)
-    own = family.at(settings, int(block)) if block.isdigit() else family
+    own = family if block is None else family.at(settings, block)
     if f"{within}.weight" not in own.tensors:
         raise QtoolError(f"{name}: not a linear of a {family.name} block")
     n, k = own.shape(f"{within}.weight", settings)

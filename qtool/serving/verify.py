@@ -171,7 +171,7 @@ def _row(gemm: Gemm, checkpoint: Checkpoint) -> Verified:
 def _rows(checkpoint: Checkpoint, name: str) -> slice | list[int]:
     """The rows of a linear in vLLM's order: query, key, value if the checkpoint goes by head."""
     family = family_of(checkpoint.config)
-    within = name.removeprefix(f"{family.blocks}.").partition(".")[2]
+    _, within = family.place(name)
     if not family.fused_by_head or within not in family.fused:
         return slice(None)
     settings = family.settings(checkpoint.config)
