@@ -416,7 +416,7 @@ def verify(
     from qtool.io.source import Checkpoint
     from qtool.pipeline.verify import Verified
     from qtool.pipeline.verify import verify as verified
-    from qtool.runtime.read_linear import packed_linears
+    from qtool.runtime.read_linear import packed_names
 
     directory = _native(model)
     require_engine(_engine(engine), tensor_parallel)
@@ -426,7 +426,7 @@ def verify(
         return list(verify_in_vllm(directory, tensor_parallel=tensor_parallel))
     rows: list[Verified] = []
     try:
-        total = len(packed_linears(Checkpoint(directory)))
+        total = len(packed_names(Checkpoint(directory)))
     except QtoolError:
         damaged = damaged_shards(directory) if recorded_hashes(directory) else ()
         if rows := [Verified(shard, problem) for shard, problem in damaged]:

@@ -170,10 +170,10 @@ def own_activation_bits(native: Path) -> int:
     """The bits of activations of a native checkpoint's quantized linears."""
     from qtool.format import native_format
     from qtool.io.source import Checkpoint
-    from qtool.runtime.read_linear import packed_linears
+    from qtool.runtime.read_linear import packed_names
 
     checkpoint = Checkpoint(native)
-    formats = (native_format(checkpoint.config).of(name) for name in packed_linears(checkpoint))
+    formats = (native_format(checkpoint.config).of(name) for name in packed_names(checkpoint))
     return min(found.scheme_object.activation.bits for found in formats if found)
 
 

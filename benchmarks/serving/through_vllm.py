@@ -24,7 +24,7 @@ from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.parts import Experts
-from qtool.runtime.read_linear import load_linear, packed_linears
+from qtool.runtime.read_linear import load_linear, packed_names
 
 AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 
@@ -170,7 +170,7 @@ def ours(native: Path) -> dict[str, Tensor]:
     )
     settings: SimpleNamespace = family.settings(checkpoint.config)
     found = {}
-    for name in packed_linears(checkpoint):
+    for name in packed_names(checkpoint):
         linear_format = checkpoint_format.of(name)
         assert linear_format is not None
         found[name] = load_linear(checkpoint, name, linear_format, torch.device("cpu")).dequantize()

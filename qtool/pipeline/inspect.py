@@ -11,7 +11,7 @@ from torch import Tensor
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.models.architecture import dtype_name
-from qtool.runtime.read_linear import linear_shape, packed_linears
+from qtool.runtime.read_linear import linear_shape, packed_names
 from qtool.schemes.fmpq_blocks import w4a4_share
 from qtool.table import render
 
@@ -58,7 +58,7 @@ def inspect(directory: Path) -> list[Row]:
     checkpoint = Checkpoint(directory)
     checkpoint_format = native_format(checkpoint.config)
     rows, seen = [], set()
-    for name in packed_linears(checkpoint):
+    for name in packed_names(checkpoint):
         parts = [p for p in checkpoint.under(name) if p != f"{name}.bias"]
         seen.update(parts)
         linear_format, shape = checkpoint_format.of(name), linear_shape(checkpoint, name)

@@ -23,7 +23,7 @@ from qtool.runtime.device import require_device
 from qtool.runtime.dispatch import Kernel
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, OFFSET, missing_scales
-from qtool.runtime.read_linear import load_linear, packed_linears
+from qtool.runtime.read_linear import load_linear, packed_names
 
 #: random inputs of each linear
 TOKENS = 8
@@ -61,7 +61,7 @@ def verify(directory: Path, *, device: str | torch.device = "cpu") -> Iterator[V
     yield from (Verified(file, problem) for file, problem in changed_json(directory))
     yield from (Verified(shard, problem) for shard, problem in damaged_shards(directory))
     yield from _kv_scales(checkpoint, checkpoint_format.kv)
-    stored = packed_linears(checkpoint)
+    stored = packed_names(checkpoint)
     family = family_of(checkpoint.config)
     linears = family.all_linears(family.settings(checkpoint.config))
     names = dict.fromkeys((*stored, *filter(checkpoint_format.of, linears)))

@@ -29,7 +29,7 @@ from qtool.pipeline.inspect import Row, inspect
 from qtool.pipeline.verify import Verified, verify
 from qtool.report.data import Check, LayerErrors, Report, Size, quality, recorded_errors
 from qtool.runtime.load import load, load_tokenizer
-from qtool.runtime.read_linear import load_linear, packed_linears
+from qtool.runtime.read_linear import load_linear, packed_names
 
 WINDOWS, TOKENS = 4, 512
 #: transforms that keep every weight of the source, or are undone when it is dequantized, so that a
@@ -184,7 +184,7 @@ def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | N
     adopt(source, Architecture(source.config, family_of(source.config)))
     errors: dict[str, dict[int, float]] = {}
     checkpoint_format = native_format(checkpoint.config)
-    for name in packed_linears(checkpoint):
+    for name in packed_names(checkpoint):
         if (linear_format := checkpoint_format.of(name)) and f"{name}.weight" in source:
             weight = source.read(f"{name}.weight").float()
             rounded = load_linear(checkpoint, name, linear_format, torch.device("cpu")).dequantize()

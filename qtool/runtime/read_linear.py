@@ -9,7 +9,7 @@ from qtool.models import family_of
 from qtool.runtime.linear import QuantLinear
 
 
-def packed_linears(checkpoint: Checkpoint) -> list[str]:
+def packed_names(checkpoint: Checkpoint) -> list[str]:
     """The full names of the linears that are stored packed."""
     return [
         name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")

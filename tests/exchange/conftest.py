@@ -15,7 +15,7 @@ from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.linear import QuantLinear
-from qtool.runtime.read_linear import load_linear, packed_linears
+from qtool.runtime.read_linear import load_linear, packed_names
 from tests.conftest import SMALL, VARIANTS
 
 #: N of 128, 256 and 384, K of 256 and 384: two and three groups of 128
@@ -98,7 +98,7 @@ def linears(directory: Path) -> dict[str, QuantLinear]:
     formats = native_format(checkpoint.config)
     return {
         name: load_linear(checkpoint, name, found, torch.device("cpu"))
-        for name in packed_linears(checkpoint)
+        for name in packed_names(checkpoint)
         if (found := formats.of(name))
     }
 
