@@ -13,8 +13,6 @@ from qtool.models.joined import joined
 from qtool.schemes import Params
 
 Formats = Mapping[str, LinearFormat | None]
-#: the group sizes of w4a16; None: the whole channel
-ANY: tuple[int | None, ...] = (32, 64, 128, None)
 #: kinds of activations
 SIXTEEN_BIT, TOKEN_INT8 = "16-bit", "int8 per token"
 #: in the names of a mixture's routed experts

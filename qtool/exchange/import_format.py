@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.export_format import ANY, size_text
-from qtool.exchange.formats.affine import Affine
+from qtool.exchange.export_format import size_text
+from qtool.exchange.formats.affine import W4A16_GROUP_SIZES, Affine
 from qtool.io.source import Checkpoint
 from qtool.models.architecture import dtype_name
 
@@ -124,11 +124,9 @@ def grid_of(source: Checkpoint, foreign: ImportFormat, name: str, shape: tuple[i
             f"[{n}, {k}]; {INSTEAD}"
         )
     size = None if groups == 1 else k // groups
-    if size not in ANY:
-        raise QtoolError(
-            f"{name}: group size {size} is not one of w4a16's: {', '.join(map(size_text, ANY))};"
-            f" {INSTEAD}"
-        )
+    if size not in W4A16_GROUP_SIZES:
+        listed = ", ".join(map(size_text, W4A16_GROUP_SIZES))
+        raise QtoolError(f"{name}: group size {size} is not one of w4a16's: {listed}; {INSTEAD}")
     order = None
     if foreign.group_index and f"{name}.{foreign.group_index}" in source:
         order = _order(name, source.read(f"{name}.{foreign.group_index}"), k, groups)

@@ -27,11 +27,13 @@ from qtool.schemes.qoq_group import ProgressiveQoQ
 
 GroupSizes = Mapping[str, tuple[int | None, ...]]
 
+#: group sizes of w4a16; None: the whole channel
+W4A16_GROUP_SIZES = (32, 64, 128, None)
 #: group sizes by scheme, for each form
 SYMMETRIC_4: GroupSizes = {
-    "w4a16": (32, 64, 128, None),
-    "w4a16-24": (32, 64, 128, None),
-    "w4a4": (32, 64, 128, None),
+    "w4a16": W4A16_GROUP_SIZES,
+    "w4a16-24": W4A16_GROUP_SIZES,
+    "w4a4": W4A16_GROUP_SIZES,
 }
 ASYMMETRIC_4: GroupSizes = {**SYMMETRIC_4, "w4a8-qoq": (None,), "w4a8-qoq-g128": (32, 64, 128)}
 INT_8: GroupSizes = {"w8a8": (None,), "w4a8-lqq": (32, 64, 128), "w4a8-qoq-g128": (32, 64, 128)}

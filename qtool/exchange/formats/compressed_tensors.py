@@ -21,7 +21,6 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.exchange.export_format import (
-    ANY,
     EXPERT,
     SIXTEEN_BIT,
     TOKEN_INT8,
@@ -35,6 +34,7 @@ from qtool.exchange.formats.affine import (
     ASYMMETRIC_4,
     INT_8,
     SYMMETRIC_4,
+    W4A16_GROUP_SIZES,
     Affine,
     Form,
     asymmetric_4,
@@ -276,8 +276,8 @@ COMPRESSED_TENSORS = (
         "compressed-tensors",
         "w4a16 and w8a8 as they are: vLLM, SGLang, transformers",
         {
-            "w4a16": CompressedFormat(symmetric_4, ANY, SIXTEEN_BIT),
-            "w4a16-24": CompressedFormat(symmetric_4, ANY, SIXTEEN_BIT),
+            "w4a16": CompressedFormat(symmetric_4, W4A16_GROUP_SIZES, SIXTEEN_BIT),
+            "w4a16-24": CompressedFormat(symmetric_4, W4A16_GROUP_SIZES, SIXTEEN_BIT),
             "w8a8": CompressedFormat(int_8, (None,), TOKEN_INT8),
         },
     ),
