@@ -9,7 +9,7 @@ from functools import cache
 from math import ceil, erfc, expm1, sqrt
 
 from qtool.kernels.hopper.gemm import most_token_tiles
-from qtool.kernels.hopper.tiles import FINISH, RESIDENT, SMALL, Tile, split_of
+from qtool.kernels.hopper.tiles import FINISH, RESIDENT, SMALL, Tile, small_tiles, split_of
 
 #: microseconds of a step (128 channels) if the weight's bytes are not the bound
 STEP = {
@@ -111,14 +111,7 @@ def token_tiles(rows: int, experts: int, tokens: int) -> float:
 
 def _table(steps: Iterable[Tile]) -> tuple[Tile, ...]:
     """The tiles of ``steps``, and the tiles for few tokens."""
-    few = (
-        Tile(tokens, split=split, blocks_per_sm=per_sm)
-        for tokens in SPLIT_SIZES
-        for split, per_sm in sorted(
-            {choice for row in SMALL for choice in (row[3:] if tokens == 64 else row[1:3])}
-        )
-    )
-    return tuple(dict.fromkeys((*steps, *few)))
+    return tuple(dict.fromkeys((*steps, *small_tiles(SMALL, SPLIT_SIZES))))
 
 
 #: every tile that :func:`choose_experts` may return

@@ -6,10 +6,11 @@ A block multiplies ``rows`` output channels by ``tokens`` tokens. A cluster is `
 share the sum over K.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
+from typing import NamedTuple
 
 SHARED_PER_BLOCK = {1: 232448, 2: 115712}  # bytes of shared memory on sm_90, by blocks per SM
 MOST_STAGES = 14  # fastest among up to 24
@@ -45,25 +46,46 @@ class Tile:
 #: SM; a cluster lies within a GPC of 16 or 18 SMs
 RESIDENT = {1: 132, 2: 66, 3: 32, 4: 28, 8: 12}
 
-#: most row tiles, then splits and blocks per SM
-Small = tuple[tuple[float, tuple[int, int], tuple[int, int], tuple[int, int]], ...]
-#: up to 64 tokens the weight's bytes are the bound, and blocks of 128 rows are best. An entry
-#: gives, for at most so many row tiles, the split and the blocks per SM: for a long K (in steps)
-#: and for other K with up to 32 tokens, and for 64 tokens
-SMALL: Small = (
-    (12, (8, 1), (8, 1), (8, 1)),
-    (28, (4, 1), (4, 1), (4, 1)),
-    (32, (6, 2), (5, 2), (3, 1)),
-    (56, (4, 2), (4, 2), (2, 1)),
-    (66, (2, 1), (2, 2), (2, 1)),
-)
+#: the split, and the blocks per SM
+Sharing = tuple[int, int]
+
+
+class Small(NamedTuple):
+    """How blocks of up to 64 tokens by 128 rows share the GPU, for at most ``row_tiles`` tiles.
+
+    ``long`` and ``short`` are for up to 32 tokens, and a K of at least :data:`LONG` steps or less;
+    ``wide`` is for 64 tokens.
+    """
+
+    row_tiles: float
+    long: Sharing
+    short: Sharing
+    wide: Sharing
+
+    def choices(self, tokens: int) -> tuple[Sharing, ...]:
+        """All that a block of ``tokens`` may get."""
+        return (self.wide,) if tokens == 64 else (self.long, self.short)
+
+
+#: a step is 128 input channels
 LONG = 80
+#: up to 64 tokens the weight's bytes are the bound, and blocks of 128 rows are best
+SMALL = (
+    Small(12, (8, 1), (8, 1), (8, 1)),
+    Small(28, (4, 1), (4, 1), (4, 1)),
+    Small(32, (6, 2), (5, 2), (3, 1)),
+    Small(56, (4, 2), (4, 2), (2, 1)),
+    Small(66, (2, 1), (2, 2), (2, 1)),
+)
+#: for more row tiles
 PAIR, TWO_PAIRS, MANY = (2, 1), (2, 2), (1, 2)
 
-#: above, microseconds of a step (128 channels) by tokens and rows; of finishing 128 x 128 sums; of
-#: sending them to another block; of pairs of blocks, a launch and the factor
+#: for more tokens: microseconds of a step, by a block's tokens and rows
 STEP = {(64, 128): 0.275, (128, 128): 0.341, (128, 256): 0.626, (256, 128): 0.6}
-FINISH, ADD, PAIRS = 1.57, 1.45, (0.3, 1.02)
+#: microseconds of finishing 128 x 128 sums, and of sending them to another block of the cluster
+FINISH, ADD = 1.57, 1.45
+#: clusters of two blocks: microseconds of a launch, and the factor of their time
+PAIR_LAUNCH, PAIR_FACTOR = 0.3, 1.02
 LARGE = tuple(Tile(*shape, split=split) for shape in STEP for split in (1, 2, 3))
 
 
@@ -84,14 +106,14 @@ STEP_HALF_SUMS = {(64, 128): 0.45, (128, 128): 0.75}
 #: and of these two with 2:4 sparse weights
 STEP_24 = {(64, 128): 0.3, (128, 128): 0.45, (256, 128): 0.8}
 STEP_24_SUMS = {(64, 128): 0.35, (128, 128): 0.6}
-SMALL_HALF: Small = (
-    (12, (8, 1), (8, 1), (8, 1)),
-    (28, (4, 1), (4, 1), (4, 1)),
-    (32, (6, 2), (6, 2), (3, 1)),
-    (56, (4, 2), (4, 2), (2, 1)),
-    (66, TWO_PAIRS, TWO_PAIRS, PAIR),
-    (99, (4, 2), (4, 2), (4, 2)),
-    (inf, TWO_PAIRS, TWO_PAIRS, TWO_PAIRS),
+SMALL_HALF = (
+    Small(12, (8, 1), (8, 1), (8, 1)),
+    Small(28, (4, 1), (4, 1), (4, 1)),
+    Small(32, (6, 2), (6, 2), (3, 1)),
+    Small(56, (4, 2), (4, 2), (2, 1)),
+    Small(66, TWO_PAIRS, TWO_PAIRS, PAIR),
+    Small(99, (4, 2), (4, 2), (4, 2)),
+    Small(inf, TWO_PAIRS, TWO_PAIRS, TWO_PAIRS),
 )
 
 
@@ -120,36 +142,38 @@ def choose_half(m: int, n: int, k: int, *, scales_sums: bool = False, sparse: bo
     ``scales_sums``: the main loop scales the sums of groups with every tile. ``sparse``: the weight
     is 2:4 sparse.
     """
-    dense = STEP_HALF_SUMS if scales_sums else STEP_HALF
-    step_us = dense if not sparse else STEP_24_SUMS if scales_sums else STEP_24
-    tile = _choose(max(m, 17), n, k, step_us, SMALL_HALF)
+    plain, sums = (STEP_24, STEP_24_SUMS) if sparse else (STEP_HALF, STEP_HALF_SUMS)
+    tile = _choose(max(m, 17), n, k, sums if scales_sums else plain, SMALL_HALF)
     return replace(tile, blocks_per_sm=1) if tile.tokens == 64 and scales_sums else tile
 
 
 def _choose(
-    m: int, n: int, k: int, step_us: Mapping[tuple[int, int], float], small: Small = SMALL
+    m: int,
+    n: int,
+    k: int,
+    step_us: Mapping[tuple[int, int], float],
+    small: Sequence[Small] = SMALL,
 ) -> Tile:
     row_tiles, steps = -(-n // 128), -(-k // 128)
     if m <= 64:
         tokens = next(size for size in (8, 16, 32, 64) if m <= size)
         split, per_sm = split_of(tokens, row_tiles, steps, small)
-        return (
-            Tile(tokens, split=split, blocks_per_sm=per_sm)
-            if split <= steps
-            else Tile(tokens, blocks_per_sm=2)
-        )
+        if split > steps:
+            return Tile(tokens, blocks_per_sm=2)
+        return Tile(tokens, split=split, blocks_per_sm=per_sm)
 
     def cost(tile: Tile) -> float:
+        """Microseconds: each block of a cluster takes whole tiles, and all share the last one."""
         tiles = -(-n // tile.rows) * -(-m // tile.tokens)
         if tile.split > 2 and tiles > RESIDENT[tile.split]:
             return inf  # these clusters hold one tile: the next wave starts cold
         blocks = tile.tokens * tile.rows / 128**2
+        tile_us = steps * step_us[tile.tokens, tile.rows] + FINISH * blocks
         whole, shared = divmod(-(-tiles // RESIDENT[tile.split]), tile.split)
-        us = whole * (steps * step_us[tile.tokens, tile.rows] + FINISH * blocks)
+        us = whole * tile_us
         if shared:
-            share = (steps * step_us[tile.tokens, tile.rows] + FINISH * blocks) / tile.split
-            us += share + ADD * blocks * (tile.split - 1)
-        return PAIRS[0] + us * PAIRS[1] if tile.split == 2 else us
+            us += tile_us / tile.split + ADD * blocks * (tile.split - 1)
+        return PAIR_LAUNCH + us * PAIR_FACTOR if tile.split == 2 else us
 
     return min(
         (tile for tile in LARGE if (tile.tokens, tile.rows) in step_us and tile.split <= steps),
@@ -157,31 +181,35 @@ def _choose(
     )
 
 
-def split_of(tokens: int, row_tiles: int, steps: int, small: Small = SMALL) -> tuple[int, int]:
+def split_of(tokens: int, row_tiles: int, steps: int, small: Sequence[Small] = SMALL) -> Sharing:
     """The split and the blocks per SM for blocks of up to 64 tokens by 128 rows."""
-    for most, long, short, wide in small:
-        if row_tiles <= most:
-            return wide if tokens == 64 else long if steps >= LONG else short
-    if -(-row_tiles // 66) % 2:  # a pair's last tile is split, and the SMs have equal shares
-        return PAIR
+    for row in small:
+        if row_tiles <= row.row_tiles:
+            return row.choices(tokens)[0 if steps >= LONG else -1]
+    if -(-row_tiles // RESIDENT[2]) % 2:
+        return PAIR  # a pair's last tile is split, and the SMs have equal shares
     if tokens == 64:
-        return MANY if row_tiles > 132 else PAIR
+        return MANY if row_tiles > RESIDENT[1] else PAIR
     return TWO_PAIRS
 
 
-def _table(
-    small: Small, widths: tuple[int, ...], steps: Mapping[tuple[int, int], float]
+def small_tiles(
+    small: Sequence[Small], widths: Sequence[int], more: Iterable[Sharing] = ()
 ) -> tuple[Tile, ...]:
-    """The tiles of ``widths`` in a table for few tokens, and the tiles for many tokens."""
-    large = tuple(tile for tile in LARGE if (tile.tokens, tile.rows) in steps)
-    return large + tuple(
+    """The tiles of ``widths`` tokens in ``small``, and those of ``more``."""
+    return tuple(
         Tile(tokens, split=split, blocks_per_sm=per_sm)
         for tokens in widths
-        for split, per_sm in sorted(
-            {choice for row in small for choice in (row[3:] if tokens == 64 else row[1:3])}
-            | {PAIR, TWO_PAIRS, MANY}
-        )
+        for split, per_sm in sorted({*more, *(own for row in small for own in row.choices(tokens))})
     )
+
+
+def _table(
+    small: Sequence[Small], widths: Sequence[int], steps: Mapping[tuple[int, int], float]
+) -> tuple[Tile, ...]:
+    """The tiles for many tokens, and those of ``widths`` for few."""
+    large = tuple(tile for tile in LARGE if (tile.tokens, tile.rows) in steps)
+    return large + small_tiles(small, widths, (PAIR, TWO_PAIRS, MANY))
 
 
 #: every tile that :func:`choose` may return
