@@ -9,8 +9,11 @@ from torch import Tensor
 from qtool import layouts, schemes
 from qtool.errors import QtoolError
 from qtool.kernels.activation.arrangement import ARRANGEMENTS, arrange, arrangement, disarrange
-from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
-from qtool.kernels.hopper.w4ax import GROUP_SIZES, LAYOUTS, w4ax_gemm
+from qtool.kernels.activation.quantize_activation_groups import (
+    GROUP_SIZES,
+    quantize_activation_groups,
+)
+from qtool.kernels.hopper.w4ax import LAYOUTS, w4ax_gemm
 from qtool.schemes.fmpq import Fmpq
 from tests.kernels import registers as r
 

@@ -37,6 +37,11 @@ SOURCE = f"activation/{OP}"
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024, None)
 
 
+def scale_shape(groups: int, tokens: int) -> tuple[int, int]:
+    """``[G, M4]``: the GEMMs copy a group's scales in pieces of 16 bytes, so M is rounded up."""
+    return groups, (tokens + 3) // 4 * 4
+
+
 class QuantizeActivationGroups(NamedTuple):
     """Codes int8 ``[M, K]`` and scales float32 ``[G, M4]`` of an input.
 
@@ -86,8 +91,8 @@ class QuantizeActivationGroups(NamedTuple):
 
     def empty_scale(self) -> Tensor:
         """Float32 ``[G, M4]``."""
-        groups, m = self.k // (self.group_size or self.k), self.x.shape[0]
-        return self.x.new_empty((groups, (m + 3) // 4 * 4), dtype=torch.float32)
+        shape = scale_shape(self.k // (self.group_size or self.k), self.x.shape[0])
+        return self.x.new_empty(shape, dtype=torch.float32)
 
     def reference(self) -> tuple[Tensor, Tensor]:
         blocks = self.eight_bit

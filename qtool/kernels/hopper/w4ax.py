@@ -24,6 +24,7 @@ from torch import Tensor
 from qtool import layouts
 from qtool.errors import QtoolError, suggest
 from qtool.kernels.activation.arrangement import disarrange
+from qtool.kernels.activation.quantize_activation_groups import GROUP_SIZES, scale_shape
 from qtool.kernels.build import Build
 from qtool.kernels.checks import Expected, require_out_dtype, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
@@ -36,7 +37,6 @@ from qtool.schemes.arithmetic.products import group_matmul, int_matmul
 
 #: number of the layout in csrc/hopper/weights_s4.cuh
 LAYOUTS = {"apex4": 0, "w4ax-interleaved": 1}
-GROUP_SIZES = (32, 64, 128, 256, 512, 1024, None)
 #: 16 * 127 * 8 * K stays below 2**31
 MOST_CHANNELS = 65536
 HALF_STAGE = 64 * 64  # bytes of 64 rows x 128 columns
@@ -112,7 +112,7 @@ class W4AxGemm(NamedTuple):
         qweight = (k // 32, n, 16) if layout == "apex4" else (n, k // 2)
         expected: dict[str, Expected] = {
             "x": (self.x, (m, k), (torch.int8,)),
-            "sx": (self.sx, (groups, (m + 3) // 4 * 4), (torch.float32,)),
+            "sx": (self.sx, scale_shape(groups, m), (torch.float32,)),
             "qweight": (self.qweight, qweight, (torch.uint8,)),
             "scale": (self.scale, (groups, n), FLOATS),
             "bias": (self.bias, None if self.bias is None else (n,), FLOATS),

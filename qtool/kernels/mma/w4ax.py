@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.kernels.activation.quantize_activation_groups import GROUP_SIZES, scale_shape
 from qtool.kernels.activation.quantize_packed_groups import unpack_tokens
 from qtool.kernels.build import Build
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.hopper.w4ax import (
-    GROUP_SIZES,
     LAYOUTS,
     MOST_CHANNELS,
     W4AxGemm,
@@ -126,7 +126,7 @@ class W4AxMmaGemm(NamedTuple):
         blocks = None if self.eight_bit is None else (k // BLOCK,)
         expected: dict[str, Expected] = {
             "x": (self.x, tuple(self.x.shape), (torch.uint8,)),
-            "sx": (self.sx, (groups, (m + 3) // 4 * 4), (torch.float32,)),
+            "sx": (self.sx, scale_shape(groups, m), (torch.float32,)),
             "qweight": (self.qweight, qweight, (torch.uint8,)),
             "scale": (self.scale, (groups, n), FLOATS),
             "eight_bit": (self.eight_bit, blocks, (torch.uint8,)),
