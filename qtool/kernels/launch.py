@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.kernels.build import ARCHITECTURES
 
 #: CUtensorMapDataType by the bytes of an item, CUtensorMapSwizzle by the bytes it swizzles
 _ITEMS = {1: 0, 2: 1, 4: 2, 8: 4}
@@ -96,6 +97,19 @@ def require_ampere(op: str, device: torch.device) -> tuple[str, bool]:
     if major < 8:
         raise QtoolError(f"{op}: needs sm_80 or newer, {device} is sm_{major}{minor}")
     return f"sm_{major}{minor}", major >= 9
+
+
+def require_listed(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU that is in :data:`~qtool.kernels.build.ARCHITECTURES`.
+
+    Raises:
+        QtoolError: for another GPU.
+    """
+    major, minor = capability = compute_capability(device)
+    if capability not in ARCHITECTURES:
+        names = ", ".join(dict.fromkeys(name for name, _ in ARCHITECTURES.values()))
+        raise QtoolError(f"this kernel runs on {names}; {device} is sm_{major}{minor}")
+    return capability
 
 
 @cache

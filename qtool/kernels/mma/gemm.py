@@ -11,7 +11,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError
 from qtool.kernels.build import ARCHITECTURES, Build, Source, cubin
 from qtool.kernels.dtypes import NUMBERS
 from qtool.kernels.launch import (
@@ -20,6 +19,7 @@ from qtool.kernels.launch import (
     load,
     multiprocessors,
     pointers,
+    require_listed,
     resident_blocks,
 )
 
@@ -152,13 +152,10 @@ def _kernel(
     operand: MmaOperand, tile: MmaTile, out_dtype: torch.dtype, device: torch.device
 ) -> tuple[int, int, int]:
     """The loaded kernel, its bytes of shared memory, and the blocks that the device holds."""
-    found = compute_capability(device)
-    if found not in ARCHITECTURES:
-        names = ", ".join(dict.fromkeys(name for name, _ in ARCHITECTURES.values()))
-        raise QtoolError(f"this kernel runs on {names}; {device} is sm_{found[0]}{found[1]}")
-    source = definition(operand, tile, out_dtype, found)
+    capability = require_listed(device)
+    source = definition(operand, tile, out_dtype, capability)
     shared = source[2]["SHARED_BYTES"]
-    code = cubin(*source, ARCHITECTURES[found][0])
+    code = cubin(*source, ARCHITECTURES[capability][0])
     kernel = load(code, "qtool_mma_gemm", shared, device.index)
     resident = resident_blocks(kernel, tile.threads, shared, device)
     return kernel, shared, multiprocessors(device) * resident

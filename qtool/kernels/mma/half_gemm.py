@@ -10,10 +10,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError
 from qtool.kernels.build import ARCHITECTURES, Source, cubin
 from qtool.kernels.dtypes import NUMBERS
-from qtool.kernels.launch import compute_capability, item_map, launch, load, pointers
+from qtool.kernels.launch import item_map, launch, load, pointers, require_listed
 from qtool.kernels.mma.half_tiles import HalfTile
 
 ADD_THREADS = 256
@@ -121,12 +120,9 @@ def shared_bytes(tile: HalfTile, capability: tuple[int, int]) -> int:
 def _kernels(
     variant: Variant, tile: HalfTile, device: torch.device, hopper: bool
 ) -> tuple[int, int | None]:
-    found = compute_capability(device)
-    if found not in ARCHITECTURES:
-        known = ", ".join(f"sm_{a}{b}" for a, b in ARCHITECTURES)
-        raise QtoolError(f"this kernel is written for {known}, {device} is sm_{found[0]}{found[1]}")
-    source = definition(variant, tile, found, hopper=hopper)
-    code = cubin(*source, ARCHITECTURES[found][0])
+    capability = require_listed(device)
+    source = definition(variant, tile, capability, hopper=hopper)
+    code = cubin(*source, ARCHITECTURES[capability][0])
     main = load(code, "qtool_gemm", source[2]["SHARED_BYTES"], device.index)
     alone = hopper or tile.split == 1
     return main, None if alone else load(code, "qtool_add_splits", 0, device.index)
@@ -147,7 +143,7 @@ def run(
         hopper: see :func:`definition`; by default on Hopper.
     """
     device, (m, k), n = x.device, x.shape, out.shape[1]
-    capability = compute_capability(device)
+    capability = require_listed(device)
     overlap = capability >= (9, 0)
     hopper = capability == (9, 0) if hopper is None else hopper
     main, add = _kernels(Variant.of(x, weight, out.dtype), tile, device, hopper)
