@@ -134,7 +134,10 @@ def attention(
     repeats, factor = heads // kv_heads, dim**-0.5 if scale is None else scale
     step = max(1, SCORES[query.is_cuda] // (repeats * min(rows, ROWS) * tokens))  # kv heads
     out = query.new_empty(batch, heads, rows, value.shape[3])
-    mask = None if attn_mask is None else attn_mask.expand(batch, -1, rows, tokens)
+    mask = None
+    if attn_mask is not None:  # [B, H or 1, repeats or 1, Tq, T]
+        mask = attn_mask.expand(batch, -1, rows, tokens)
+        mask = mask.unflatten(1, (-1, repeats if mask.shape[1] > 1 else 1))
     for item, head in product(range(batch), range(0, kv_heads, step)):
         k, v = (x[item, head : head + step].double() for x in (key, value))
         mine = slice(head * repeats, (head + step) * repeats)
@@ -149,21 +152,30 @@ def attention(
                     part.shape[2], seen, dtype=torch.bool, device=query.device
                 ).triu_(first + 1)
                 scores.masked_fill_(later, -math.inf)
+            here = None
             if mask is not None:
-                here = mask[item, mine if mask.shape[1] > 1 else slice(None), some]
-                here = here.unflatten(0, (-1, repeats if mask.shape[1] > 1 else 1))
-                scores = (
-                    scores.masked_fill_(~here, -math.inf)
-                    if here.dtype == torch.bool
-                    else scores.add_(here)
-                )
-            weights = torch.softmax(scores, -1)
-            if mask is not None:  # a row that sees nothing gets nothing
-                weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0)
+                own = slice(head, head + step) if mask.shape[1] > 1 else slice(None)
+                here = mask[item, own, :, some]
+            weights = _masked_softmax(scores, here)
             out[item, mine, some] = (
                 (weights.flatten(1, 2) @ v[:, :seen]).view(*part.shape[:3], -1).flatten(0, 1)
             )
     return out
+
+
+def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """The weights of ``scores``, which it overwrites; a row that sees nothing gets nothing.
+
+    ``mask`` is bool, False hiding a token, or is added to the scores.
+    """
+    if mask is None:
+        return torch.softmax(scores, -1)
+    if mask.dtype == torch.bool:
+        scores.masked_fill_(~mask, -math.inf)
+    else:
+        scores.add_(mask)
+    weights = torch.softmax(scores, -1)
+    return weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0)
 
 
 def _is_exact(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
