@@ -74,7 +74,7 @@ class PackedLinear:
         k, n = input_size_per_partition, sum(output_partition_sizes)
         self.outputs, self.dtype = list(output_partition_sizes), params_dtype
         device = torch.empty(0).device  # the engine's
-        with torch.device("cpu"):
+        with torch.device("cpu"):  # where a cut of the input channels is tried
             require_shares(
                 self.name,
                 self.format,
@@ -142,20 +142,19 @@ class PackedLinear:
 
     def _split(self, stored: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         """The tensors of each GEMM; one serves linears that gather and quantize alike."""
-        own = [name for name, axis in self.axes.items() if axis.output is None]
-        if len(self.names) == 1 or all(
-            torch.equal(stored[name], stored[name][:1].expand_as(stored[name])) for name in own
-        ):
-            return [stored | {name: stored[name][0] for name in own if len(self.names) > 1}]
+        if len(self.names) == 1:
+            return [stored]
+        own = [name for name, axis in self.axes.items() if axis.output is None]  # [linears, ...]
+        if all(torch.equal(stored[name], stored[name][:1].expand_as(stored[name])) for name in own):
+            return [stored | {name: stored[name][0] for name in own}]
         pieces: list[dict[str, Tensor]] = [{} for _ in self.outputs]
         for name, tensor in stored.items():
             axis = self.axes[name]
-            sizes = (
-                []
-                if axis.output is None
-                else [int(rows / axis.per_output) for rows in self.outputs]
-            )
-            parts = tensor.unbind() if axis.output is None else tensor.split(sizes, axis.output)
+            if axis.output is None:
+                parts = tensor.unbind()
+            else:
+                sizes = [int(rows / axis.per_output) for rows in self.outputs]
+                parts = tensor.split(sizes, axis.output)
             for piece, part in zip(pieces, parts, strict=True):
                 piece[name] = part.contiguous()
         return pieces

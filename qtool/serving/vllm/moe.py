@@ -75,7 +75,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         device = torch.empty(0).device  # vLLM's
         for stack, shards in STACKS.items():
             linear_format, (n, k) = self.formats[stack], self.sizes[stack]
-            with torch.device("cpu"):
+            with torch.device("cpu"):  # where a cut of the input channels is tried
                 outputs = tuple(n // len(shards) for _ in shards)
                 require_shares(
                     self.name,
