@@ -99,11 +99,12 @@ def write_gguf(
 class _Stored:
     """A tensor of the GGUF file.
 
-    ``owners`` are the tensors that it is made of, by the expert's number; the only number is -1 if
-    the tensor is no stack. ``file`` is the source file of the last one.
+    ``owners`` are the tensors that it is made of, by the expert's number if it is a stack, else
+    only number 0; ``shape`` is that of one in bytes. ``file`` is the source file of the last one.
     """
 
     kind: str
+    stacked: bool
     shape: tuple[int, ...] = ()
     owners: dict[int, str] = field(default_factory=dict)
     file: Path = Path()
@@ -111,7 +112,7 @@ class _Stored:
     @property
     def whole(self) -> tuple[int, ...]:
         """The shape in bytes."""
-        return self.shape if -1 in self.owners else (len(self.owners), *self.shape)
+        return (len(self.owners), *self.shape) if self.stacked else self.shape
 
 
 def _write(
@@ -146,7 +147,7 @@ def _write(
             parts = [
                 _read(work, owner, settings, notes) for _, owner in sorted(stored.owners.items())
             ]
-            data = parts[0] if -1 in stored.owners else torch.stack(parts)
+            data = torch.stack(parts) if stored.stacked else parts[0]
             writer.write_tensor_data(data.numpy())
         if progress:
             progress(number, len(shards), {})
@@ -177,11 +178,10 @@ def _tensors(work: Conversion, formats: Formats, names: Any, settings: Any) -> d
                 raise QtoolError(f"{own}: llama.cpp's {settings.model_type} has no such tensor")
             ((_, spec),) = work.specs(owner)
             data = as_stored(own, spec, settings)
-            stored = tensors.setdefault(
-                found, _Stored(KINDS[packed.scheme] if packed else DTYPES[data.dtype])
-            )
+            kind = KINDS[packed.scheme] if packed else DTYPES[data.dtype]
+            stored = tensors.setdefault(found, _Stored(kind, stacked=expert is not None))
             stored.shape, stored.file = tuple(_bytes(data).shape), file
-            stored.owners[int(expert[1]) if expert else -1] = owner
+            stored.owners[int(expert[1]) if expert else 0] = owner
     return tensors
 
 
