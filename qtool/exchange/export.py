@@ -8,7 +8,7 @@ is recorded, 0 if they are equal. A killed export that is run again continues wh
 export to GGUF, which is one file, starts over.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -20,9 +20,9 @@ import qtool
 from qtool.errors import CheckFailed, QtoolError, checking, require_count
 from qtool.exchange import export_formats
 from qtool.exchange.convert import Conversion, Json, Metadata, Tensors, convert
-from qtool.exchange.export_format import ExportFormat
+from qtool.exchange.export_format import ExportFormat, Formats
 from qtool.exchange.export_notes import export_notes
-from qtool.exchange.exportable import ByLinear, exported_formats
+from qtool.exchange.exportable import exported_formats
 from qtool.exchange.gguf.write import FILE, write_gguf
 from qtool.format import LinearFormat, native_format
 from qtool.io.integrity import read_record
@@ -247,7 +247,7 @@ class _Export(Conversion):
             "notes": self.notes,
         }
 
-    def _looked_up(self, named: Mapping[str, LinearFormat | None]) -> ByLinear:
+    def _looked_up(self, named: Formats) -> dict[str, LinearFormat | None]:
         """The first experts' formats by the names at which vLLM 0.26 looks for all experts'."""
         experts, found = self.family.experts, {}
         leaves = (experts.gate, experts.up, experts.down) if experts else ()

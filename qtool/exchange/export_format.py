@@ -12,6 +12,7 @@ from qtool.format import LinearFormat
 from qtool.models.joined import joined
 from qtool.schemes import Params
 
+#: the format of each linear by full name; None if it stays in 16 bits
 Formats = Mapping[str, LinearFormat | None]
 #: kinds of activations
 SIXTEEN_BIT, TOKEN_INT8 = "16-bit", "int8 per token"

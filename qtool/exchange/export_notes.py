@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qtool.exchange.convert import Json
-from qtool.exchange.export_format import EXPERT, ExportFormat, native_activations
-from qtool.exchange.exportable import SPLIT_EXPERTS, ByLinear
+from qtool.exchange.export_format import EXPERT, ExportFormat, Formats, native_activations
+from qtool.exchange.exportable import SPLIT_EXPERTS
 from qtool.exchange.gguf.tokenizer import caution as tokenizer_caution
 from qtool.format import LinearFormat
 from qtool.io.source import Checkpoint
@@ -15,7 +15,7 @@ from qtool.models.architecture import dtype_name, named_dtype
 
 
 def export_notes(
-    target: ExportFormat, source: Checkpoint, formats: ByLinear, kv: str | None, keeps_kv: bool
+    target: ExportFormat, source: Checkpoint, formats: Formats, kv: str | None, keeps_kv: bool
 ) -> list[str]:
     """A sentence for each difference in the export of ``source`` to ``target`` besides weights.
 
@@ -55,9 +55,7 @@ def export_notes(
     return notes + not_loaded(target, config, formats)
 
 
-def not_loaded(
-    target: ExportFormat, config: Mapping[str, Any], formats: Mapping[str, LinearFormat | None]
-) -> list[str]:
+def not_loaded(target: ExportFormat, config: Mapping[str, Any], formats: Formats) -> list[str]:
     """A sentence for each reason why transformers does not load linears of an export."""
     experts = family_of(config).experts
     if experts and experts.stacked:
@@ -71,7 +69,7 @@ def not_loaded(
     return [caution for caution in (target.cautions_mixed(formats), *cautions) if caution]
 
 
-def _converted(family: Family, config: Json, formats: ByLinear) -> str:
+def _converted(family: Family, config: Json, formats: Formats) -> str:
     """A tensor that transformers converts from 16-bit weights of the export; empty if none."""
     plain = [part.name for parts in family.rows_on_disk.values() for part in parts]
     plain += [

@@ -8,6 +8,7 @@ from qtool.errors import QtoolError
 from qtool.exchange import export_formats
 from qtool.exchange.export_format import (
     ExportFormat,
+    Formats,
     file_group_size,
     fused_shards_agree,
     scheme_and_group,
@@ -17,8 +18,6 @@ from qtool.format import CheckpointFormat, LinearFormat
 from qtool.models import Family, family_of
 from qtool.models.joined import joined_in_block
 
-#: the format of each linear by full name; None if it stays in 16 bits
-ByLinear = dict[str, LinearFormat | None]
 #: model types whose published checkpoints hold a block's experts as one stack, and the first
 #: version of vLLM whose loaders take packed experts one by one
 SPLIT_EXPERTS = {
@@ -34,7 +33,7 @@ def exported_formats(
     checkpoint_format: CheckpointFormat,
     config: Mapping[str, Any],
     tensor_parallel: int = 1,
-) -> ByLinear:
+) -> dict[str, LinearFormat | None]:
     """The format of each linear of the blocks of ``config``, routers included.
 
     Raises:
@@ -106,12 +105,12 @@ def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str
         raise QtoolError("no linear of the checkpoint is quantized; there is nothing to export")
 
 
-def _rotated(formats: ByLinear) -> str | None:
+def _rotated(formats: Formats) -> str | None:
     """The first linear whose inputs are rotated at run time."""
     return next((name for name, found in formats.items() if found and found.rotated), None)
 
 
-def _require_unrotated(formats: ByLinear) -> None:
+def _require_unrotated(formats: Formats) -> None:
     """Refuse linears whose inputs are rotated at run time."""
     if name := _rotated(formats):
         raise QtoolError(
@@ -125,13 +124,13 @@ def _formats(
     checkpoint_format: CheckpointFormat,
     config: Mapping[str, Any],
     tensor_parallel: int,
-) -> ByLinear:
+) -> dict[str, LinearFormat | None]:
     """As :func:`exported_formats`, but it takes rotated inputs and its errors name no formats."""
     model = family_of(config)
     _require_known(target, model)
     target.require_model(config)
     namespace = model.settings(config)
-    formats: ByLinear = dict.fromkeys(model.other_linears)
+    formats: dict[str, LinearFormat | None] = dict.fromkeys(model.other_linears)
     for block in range(int(namespace.num_hidden_layers)):
         family = model.at(namespace, block)
         shapes = family.block_shapes(namespace)
@@ -192,9 +191,7 @@ def _require_share(
     target.require(where, found, n // rows, k // columns)
 
 
-def _require_experts(
-    target: ExportFormat, family: Family, prefix: str, formats: Mapping[str, LinearFormat | None]
-) -> None:
+def _require_experts(target: ExportFormat, family: Family, prefix: str, formats: Formats) -> None:
     """Refuse experts that loaders cannot run, or whose formats differ within a block's stack."""
     names = [prefix + linear for group in family.groups if group.routed for linear in group.linears]
     if not names:
@@ -236,7 +233,7 @@ def _ranks(
     return family.tensor_parallel(namespace, ranks)
 
 
-def _require_uniform(target: ExportFormat, formats: Mapping[str, LinearFormat | None]) -> None:
+def _require_uniform(target: ExportFormat, formats: Formats) -> None:
     """Refuse linears of different formats if ``target`` has one setting for all linears."""
     kinds = {kind for found in formats.values() if (kind := scheme_and_group(found))}
     if target.uniform and len(kinds) > 1:
