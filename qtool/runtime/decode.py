@@ -219,22 +219,26 @@ class DecodeGraphs:
     def __deepcopy__(self, memo: dict[int, Any]) -> "DecodeGraphs":
         return DecodeGraphs()
 
-    def __call__(self, forward: Any, cache: Any, kwargs: dict[str, Any]) -> Any:
-        """``forward(**kwargs)``, by a recorded graph if possible."""
-        masks, own = kwargs.get("attention_mask"), kwargs
+    def __call__(self, forward: Any, cache: Any, given: dict[str, Any]) -> Any:
+        """``forward(**given)``, by a recorded graph if possible."""
+        kwargs, masks = given, given.get("attention_mask")
         if isinstance(masks, dict) and "full_attention" in masks:  # by kind of layer
-            kwargs = kwargs | {"attention_mask": masks["full_attention"]}
+            kwargs = given | {"attention_mask": masks["full_attention"]}
         if self.refused or not _is_step(cache, kwargs):
-            return forward(**own)
+            return forward(**given)
         with torch.cuda.device(kwargs["input_ids"].device):  # graphs and Triton use the current one
-            return self._step(forward, cache, kwargs, own)
+            return self._step(forward, cache, kwargs, given)
 
-    def _step(self, forward: Any, cache: Any, kwargs: dict[str, Any], own: dict[str, Any]) -> Any:
-        """The output of a step, by its graph from the second on; ``own``: all its arguments."""
+    def _step(self, forward: Any, cache: Any, kwargs: dict[str, Any], given: dict[str, Any]) -> Any:
+        """The output of a step, by its graph from the second on.
+
+        ``kwargs`` are the arguments ``given``, but with the mask of full attention alone, from
+        which :meth:`Step.run` computes those of sliding windows.
+        """
         step = self.steps.get(cache)
         if step is None or not step.is_of(cache, kwargs):
             if not are_ranges(kwargs["attention_mask"]).all():
-                return forward(**own)
+                return forward(**given)
             step = self.steps[cache] = Step(cache, kwargs)
             return step.run(forward, cache)
         if step.graph is None:
@@ -243,7 +247,7 @@ class DecodeGraphs:
             except RuntimeError as error:  # nothing was computed while it was recorded
                 self.refused = True
                 warnings.warn(f"decoding without CUDA graphs: {in_one_line(error)}", stacklevel=2)
-                return forward(**own)
+                return forward(**given)
         return step.replay(cache, kwargs)
 
 
