@@ -47,6 +47,7 @@ def operator(
     """
     reference: Any = arguments.reference  # type: ignore[attr-defined]
 
+    # torch infers a schema from the signature of a function, and ``arguments`` is a class
     def prototype() -> None: ...
 
     prototype.__signature__ = inspect.signature(arguments).replace(  # type: ignore[attr-defined]
