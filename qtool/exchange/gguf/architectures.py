@@ -116,54 +116,54 @@ def require(config: Mapping[str, Any]) -> None:
             "converter"
         )
     own = ARCHITECTURES[kind]
-    fixed: dict[str, Any] = {**own.fixed}
+    _require_fixed(own, settings)
+    _require_windows(own, settings)
+    _require_ropes(own, settings)
+    _require_scores(own, settings)
+
+
+def _require_fixed(own: Architecture, settings: Any) -> None:
+    """Refuse another value of a setting that llama.cpp's code fixes, and heads of another size."""
     newer = getattr(settings, "hidden_activation", None)  # None in the first Gemma's
-    fixed["hidden_activation" if newer else "hidden_act"] = own.activation
-    for key, value in fixed.items():
+    activation = "hidden_activation" if newer else "hidden_act"
+    for key, value in {**own.fixed, activation: own.activation}.items():
         found = getattr(settings, key, value)
         if found != value and (found or value):  # None, False and [] mean the same
             raise QtoolError(f"gguf: {key} is {found!r}; llama.cpp's {own.name} has {value!r}")
-    blocks = range(1, settings.num_hidden_layers + 1)
-    if getattr(settings, "no_rope_layers", None) not in (None, [n % NO_ROPE > 0 for n in blocks]):
-        raise QtoolError(f"gguf: llama.cpp has RoPE in all but every {NO_ROPE}. block")
-    _require_windows(own, settings)
     heads = Heads.of(settings)
     if own.square and heads.query * heads.dim != settings.hidden_size:
         raise QtoolError(
             f"gguf: {heads.query} heads of {heads.dim}; llama.cpp's {own.name} has heads of "
             f"{settings.hidden_size // heads.query}"
         )
-    if own.windows:
-        wide = settings.num_hidden_layers == own.wide
-        scale = settings.hidden_size // heads.query if wide else heads.dim
-        if settings.query_pre_attn_scalar != scale:
-            raise QtoolError(
-                f"gguf: query_pre_attn_scalar is {settings.query_pre_attn_scalar}; llama.cpp's "
-                f"{own.name} divides by the root of {scale}"
-            )
-        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if key not in fixed and getattr(settings, key) is None:
-                raise QtoolError(f"gguf: {key} is None; llama.cpp's {own.name} has a number")
 
 
 def _require_windows(own: Architecture, settings: Any) -> None:
-    """Refuse RoPE and windows other than the architecture's."""
-    window = getattr(settings, "sliding_window", None)
-    if window and not own.windows:
-        raise QtoolError(
-            f"gguf: llama.cpp's {own.name} has no sliding window, this model has one of {window}"
-        )
-    ropes = settings.rope_parameters
-    if own.windows:
-        kinds = [
-            "sliding_attention" if (block + 1) % own.windows else "full_attention"
-            for block in range(settings.num_hidden_layers)
-        ]
-        if settings.layer_types != kinds:
+    """Refuse sliding windows in other blocks than the architecture's."""
+    if not own.windows:
+        if window := getattr(settings, "sliding_window", None):
             raise QtoolError(
-                f"gguf: llama.cpp's {own.name} attends to all tokens in every {own.windows}. "
-                "block, and to a window in the others; layer_types says otherwise"
+                f"gguf: llama.cpp's {own.name} has no sliding window, this model has one of "
+                f"{window}"
             )
+        return
+    kinds = [
+        "sliding_attention" if (block + 1) % own.windows else "full_attention"
+        for block in range(settings.num_hidden_layers)
+    ]
+    if settings.layer_types != kinds:
+        raise QtoolError(
+            f"gguf: llama.cpp's {own.name} attends to all tokens in every {own.windows}. "
+            "block, and to a window in the others; layer_types says otherwise"
+        )
+
+
+def _require_ropes(own: Architecture, settings: Any) -> None:
+    """Refuse RoPE of another kind, or in other blocks, than the architecture's."""
+    blocks = range(1, settings.num_hidden_layers + 1)
+    if getattr(settings, "no_rope_layers", None) not in (None, [n % NO_ROPE > 0 for n in blocks]):
+        raise QtoolError(f"gguf: llama.cpp has RoPE in all but every {NO_ROPE}. block")
+    ropes = settings.rope_parameters
     if "sliding_attention" in ropes:
         local, ropes = ropes["sliding_attention"], ropes["full_attention"]
         if (local["rope_type"], local["rope_theta"]) != ("default", LOCAL_BASE):
@@ -175,6 +175,23 @@ def _require_windows(own: Architecture, settings: Any) -> None:
             f"gguf: RoPE of type {found!r}; written for llama.cpp's {own.name} are "
             f"{', '.join(own.ropes)}"
         )
+
+
+def _require_scores(own: Architecture, settings: Any) -> None:
+    """Refuse another factor of the scores, or no soft caps, where the architecture has windows."""
+    if not own.windows:
+        return
+    heads = Heads.of(settings)
+    wide = settings.num_hidden_layers == own.wide
+    scale = settings.hidden_size // heads.query if wide else heads.dim
+    if settings.query_pre_attn_scalar != scale:
+        raise QtoolError(
+            f"gguf: query_pre_attn_scalar is {settings.query_pre_attn_scalar}; llama.cpp's "
+            f"{own.name} divides by the root of {scale}"
+        )
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key not in own.fixed and getattr(settings, key) is None:
+            raise QtoolError(f"gguf: {key} is None; llama.cpp's {own.name} has a number")
 
 
 def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
