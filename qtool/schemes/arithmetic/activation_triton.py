@@ -15,8 +15,7 @@ if find_spec("triton"):
     import triton
     import triton.language as tl
 
-    #: 1.5 * 2**23: adding it rounds the fraction away, half to even
-    MAGIC = tl.constexpr(12582912.0)
+    from qtool.schemes.arithmetic.round_triton import MAGIC
 
     @triton.jit
     def _fake(x_ptr, out_ptr, size, top, tiny, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]

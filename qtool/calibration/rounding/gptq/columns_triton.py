@@ -24,8 +24,7 @@ if find_spec("triton"):
     import triton
     import triton.language as tl
 
-    #: 1.5 * 2**23: adding it leaves no fraction bits, rounded half to even
-    MAGIC = tl.constexpr(12582912.0)
+    from qtool.schemes.arithmetic.round_triton import MAGIC
 
     @triton.jit
     def _round_panel(  # type: ignore[no-untyped-def]
