@@ -70,7 +70,7 @@ class QuantizePackedGroups(NamedTuple):
 
     @property
     def unpacked(self) -> QuantizeActivationGroups:
-        """The same with a byte a code."""
+        """The same with a byte a code; its fields are these, in this order."""
         return QuantizeActivationGroups(*self)
 
     def empty(self) -> tuple[Tensor, Tensor]:

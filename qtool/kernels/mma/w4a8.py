@@ -9,7 +9,6 @@ parameters uint8 ``[K/g, N]`` in the layout's order, s1 ``[N]``, zero uint8 ``[N
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,43 +47,18 @@ def builds() -> Iterator[Build]:
         )
 
 
-class W4A8MmaGemm(NamedTuple):
+class W4A8MmaGemm(W4A8Gemm):
     """``Y [M, N]`` of ``out_dtype`` for quantized tokens and a packed weight.
 
-    ``s2``, ``offset`` and ``zero`` are the level-2 parameters as the compute-aware layout stores
-    them.
-
-    Args:
-        x: codes of the tokens, int8 ``[M, K]``.
-        sx: scales of the tokens, float32 ``[M]``.
-        qweight: codes as the compute-aware layout stores them.
-        s1: scale per output channel ``[N]``, float32, float16 or bfloat16.
-        token_sum: ``sum_k x[m, k]``, int32 ``[M]``, which QoQ per channel multiplies by its zero
-            points ``[N]``.
-        bias: ``[N]``, float32, float16 or bfloat16.
-        scheme: ``w4a8-lqq``, ``w4a8-qoq-g128`` or ``w4a8-qoq``.
-        group_size: 32, 64 or 128; ``None`` for ``w4a8-qoq``.
-        out_dtype: bfloat16, float16, float32, or int32 for the bare sums.
+    The arguments are those of :func:`~qtool.kernels.hopper.w4a8.w4a8_gemm`; ``qweight``, ``s2``,
+    ``offset`` and ``zero`` are as the compute-aware layout stores them.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride, device, scheme or GPU; one sentence.
     """
 
-    x: Tensor
-    sx: Tensor
-    qweight: Tensor
-    s1: Tensor
-    s2: Tensor | None
-    offset: Tensor | None
-    zero: Tensor | None
-    token_sum: Tensor
-    bias: Tensor | None
-    scheme: str
-    group_size: int | None
-    out_dtype: torch.dtype
-
-    def require(self) -> None:
-        op, group_size = "w4a8_mma_gemm", self.group_size
+    def require(self, op: str = "w4a8_mma_gemm") -> None:
+        group_size = self.group_size
         require_scheme(op, self.scheme, group_size, self.out_dtype)
         if self.x.dim() != 2 or self.qweight.dim() != 2:
             raise QtoolError(
@@ -97,13 +71,13 @@ class W4A8MmaGemm(NamedTuple):
                 f"{op}: N = {n} and K = {k} must be multiples of 32 and {max(32, group_size or 0)}"
             )
         level2 = None if group_size is None else (k // group_size, n)
-        W4A8Gemm(*self).require_operands(op, n, (n, k // 2), torch.int8, level2)
+        self.require_operands(op, n, (n, k // 2), torch.int8, level2)
 
     def empty(self) -> Tensor:
         return self.x.new_empty((self.x.shape[0], len(self.qweight)), dtype=self.out_dtype)
 
     def reference(self) -> Tensor:
-        return W4A8Gemm(*self).product(COMPUTE_AWARE, len(self.qweight))
+        return self.product(COMPUTE_AWARE, len(self.qweight))
 
     def launch(self, out: Tensor) -> None:
         if len(out):
