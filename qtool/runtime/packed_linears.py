@@ -105,20 +105,19 @@ class PackedLinears:
                 names = [prefix + part for part in parts]
                 if self.joined(prefix + module, names):
                     self.permuted(prefix + module, names)
-            routed = [group for group in family.groups if group.routed]
-            gate_up, down = (
-                [prefix + n for g in routed if g.writes_residual == last for n in g.linears]
-                for last in (False, True)
-            )
+            gate_up, down = list[str](), list[str]()
+            for group in family.groups:
+                if group.routed:
+                    stack = down if group.writes_residual else gate_up
+                    stack += [prefix + linear for linear in group.linears]
             if gate_up and down:
                 self.experts(down[0].rsplit(".", 2)[0], gate_up, down)
 
     def names(self) -> Iterator[str]:
         """Full names of all packed linears."""
         for block, linears in enumerate(self._linears):
-            yield from (
-                n for w in linears if self.format.of(n := f"{self.family.blocks}.{block}.{w}")
-            )
+            names = (f"{self.family.blocks}.{block}.{linear}" for linear in linears)
+            yield from filter(self.format.of, names)
 
     def shape(self, name: str) -> tuple[int, int]:
         """``(N, K)`` of the linear ``name``."""
