@@ -9,7 +9,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether ``module`` is a plain RMSNorm of transformers: ``x / rms(x) * weight``."""
+    """Whether ``module`` is a plain RMSNorm of transformers: ``x / rms(x) * weight``.
+
+    Norms of other formulas (Gemma's multiplies by 1 + weight) call their epsilon ``eps`` there.
+    """
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
