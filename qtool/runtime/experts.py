@@ -149,7 +149,7 @@ def _are_alike(linears: Sequence[Sequence[Any]]) -> bool:
     first, every = linears[0][0], [linear for own in linears for linear in own]
     if not all(isinstance(linear, QuantLinear) for linear in every):
         return False
-    kernel = first.kernel(first.get_buffer("qweight").device, torch.bfloat16)
+    kernel = first.bfloat16_kernel()
     return (
         kernel is not None
         and kernel.experts is not None
@@ -168,5 +168,4 @@ def _stack(linears: Sequence[Sequence[Any]]) -> ExpertStack:
         for own, views in zip(linears, stored[name], strict=True):
             for part, view in zip(own, views, strict=True):
                 setattr(part, name, view)
-    kernel = first.kernel(first.get_buffer("qweight").device, torch.bfloat16)
-    return ExpertStack(kernel, first.format, stored)
+    return ExpertStack(first.bfloat16_kernel(), first.format, stored)

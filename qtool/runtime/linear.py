@@ -109,6 +109,10 @@ class QuantLinear(nn.Module):
             self._kernels[key] = kernel_for(self.format, *shape, device, dtype)
         return self._kernels[key]
 
+    def bfloat16_kernel(self) -> Kernel | None:
+        """The kernel for bfloat16 inputs on the weight's device."""
+        return self.kernel(self.get_buffer("qweight").device, torch.bfloat16)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.reads_floats and not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
             return self.plain(x)  # a kernel's sums would depend on the device

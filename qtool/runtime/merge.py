@@ -149,7 +149,7 @@ def merge_linears(model: PreTrainedModel) -> None:
 
 def _is_plain_norm(norm: nn.Module, linear: QuantLinear) -> bool:
     """Whether ``norm`` is ``x / rms(x) * weight``, as the kernels that quantize compute it."""
-    kernel = linear.kernel(linear.get_buffer("qweight").device, torch.bfloat16)
+    kernel = linear.bfloat16_kernel()
     return is_rms_norm(norm) and kernel is not None and kernel.prepare is not None
 
 
