@@ -46,25 +46,9 @@ class MergedLinears:
     """
 
     def __init__(self, parts: Sequence[QuantLinear]) -> None:
-        first = parts[0]
-        self.linear = QuantLinear(
-            first.in_features,
-            sum(part.out_features for part in parts),
-            first.format,
-            bias=first.bias is not None,
-            permuted=first.permutation is not None,
-            dtype=torch.float32 if first.bias is None else first.bias.dtype,
-            device="meta",
-        )
+        self.linear = _merged(parts)
         self.columns: dict[QuantLinear, slice] = {}
         self.views: dict[QuantLinear, Tensor] = {}
-        for name in [*first.stored_names, *(["bias"] if first.bias is not None else [])]:
-            whole = torch.cat([part.get_buffer(name) for part in parts])
-            setattr(self.linear, name, whole)
-            rows = [len(part.get_buffer(name)) for part in parts]
-            for part, view in zip(parts, whole.split(rows), strict=True):
-                setattr(part, name, view)
-        self.linear.permutation = first.permutation
         start = 0
         for part in parts:
             self.columns[part] = slice(start, start + part.out_features)
@@ -120,6 +104,28 @@ class MergedLinears:
             and all(holder._modules.get(name) is module for holder, name, module in self.places)
             and all(part.merged is self and self.serves(part, x) for part in self.columns)
         )
+
+
+def _merged(parts: Sequence[QuantLinear]) -> QuantLinear:
+    """The linear with the concatenated tensors of ``parts``, whose own become views of them."""
+    first = parts[0]
+    linear = QuantLinear(
+        first.in_features,
+        sum(part.out_features for part in parts),
+        first.format,
+        bias=first.bias is not None,
+        permuted=first.permutation is not None,
+        dtype=torch.float32 if first.bias is None else first.bias.dtype,
+        device="meta",
+    )
+    for name in [*first.stored_names, *(["bias"] if first.bias is not None else [])]:
+        whole = torch.cat([part.get_buffer(name) for part in parts])
+        setattr(linear, name, whole)
+        rows = [len(part.get_buffer(name)) for part in parts]
+        for part, view in zip(parts, whole.split(rows), strict=True):
+            setattr(part, name, view)
+    linear.permutation = first.permutation
+    return linear
 
 
 def _norm_unless_taken(
