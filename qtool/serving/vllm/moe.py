@@ -130,24 +130,23 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
     ) -> bool | None:
         """Copy this rank's share of one expert's tensor, if the expert is this rank's."""
         expert = expert_id if layer.expert_map is None else int(layer.expert_map[expert_id])
-        if expert >= 0:
-            name = weight_name.rpartition(".")[2]
-            stack, _, part = name.partition("_")
-            n, k = self.sizes[stack]
-            axis, target = axes(self.formats[stack], n, k)[part], param.data[expert]
-            shard, rank = STACKS[stack].index(shard_id), self.moe.tp_rank
-            if axis.output is None:
-                target = target[shard]
-            else:
-                target = target.chunk(len(STACKS[stack]), axis.output)[shard]
-            cut = axis.input if stack == "w2" else axis.output
-            if cut is not None:
-                loaded_weight = loaded_weight.narrow(
-                    cut, rank * target.shape[cut], target.shape[cut]
-                )
-            target.copy_(loaded_weight)
-            self.loaded.add((name, expert, shard_id))
-        return expert >= 0 if return_success else None
+        if expert < 0:
+            return False if return_success else None
+        name = weight_name.rpartition(".")[2]
+        stack, _, part = name.partition("_")
+        axis, target = axes(self.formats[stack], *self.sizes[stack])[part], param.data[expert]
+        shard = STACKS[stack].index(shard_id)
+        if axis.output is None:
+            target = target[shard]
+        else:
+            target = target.chunk(len(STACKS[stack]), axis.output)[shard]
+        cut = axis.input if stack == "w2" else axis.output  # ranks share w2's inputs, w13's outputs
+        if cut is not None:
+            size = target.shape[cut]
+            loaded_weight = loaded_weight.narrow(cut, self.moe.tp_rank * size, size)
+        target.copy_(loaded_weight)
+        self.loaded.add((name, expert, shard_id))
+        return True if return_success else None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Check that everything was loaded and fits together; compile the kernels.
@@ -157,31 +156,34 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         """
         self.parts: dict[str, list[str]] = {}
         for stack, shards in STACKS.items():
-            n, k = self.sizes[stack]
-            found = axes(self.formats[stack], n, k)
+            found = axes(self.formats[stack], *self.sizes[stack])
             self.parts[stack] = list(found)
             for part, axis in found.items():
-                missing = {
-                    (f"{stack}_{part}", e, s) for e in range(self.experts) for s in shards
-                } - self.loaded
-                if missing:
-                    raise QtoolError(
-                        f"{self.name}.{stack}_{part}: {len(missing)} tensors of its experts were "
-                        "not loaded"
-                    )
-                parameter = getattr(layer, f"{stack}_{part}")
-                tensor = parameter.data
+                name = f"{stack}_{part}"
+                self._require_loaded(name, shards)
+                tensor = getattr(layer, name).data
                 if tensor.is_floating_point():
-                    require_finite(f"{self.name}.{stack}_{part}", tensor)
+                    require_finite(f"{self.name}.{name}", tensor)
                 if axis.output is None:
-                    if not torch.equal(tensor, tensor[:, :1].expand_as(tensor)):
-                        raise QtoolError(
-                            f"{self.name}.{part}: gate and up of an expert differ, which share "
-                            "one input"
-                        )
-                    tensor = tensor[:, 0].contiguous()
-                setattr(layer, f"{stack}_{part}", nn.Parameter(tensor, requires_grad=False))
+                    tensor = self._of_one_input(part, tensor)
+                setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
         self._compile(layer, tensor.device)
+
+    def _require_loaded(self, name: str, shards: Iterable[str]) -> None:
+        """Refuse a parameter that was not loaded for every expert and shard."""
+        wanted = {(name, expert, shard) for expert in range(self.experts) for shard in shards}
+        if missing := wanted - self.loaded:
+            raise QtoolError(
+                f"{self.name}.{name}: {len(missing)} tensors of its experts were not loaded"
+            )
+
+    def _of_one_input(self, part: str, tensor: Tensor) -> Tensor:
+        """``[E, ...]`` of ``[E, shards, ...]``: a tensor of the input that all shards read."""
+        if not torch.equal(tensor, tensor[:, :1].expand_as(tensor)):
+            raise QtoolError(
+                f"{self.name}.{part}: gate and up of an expert differ, which share one input"
+            )
+        return tensor[:, 0].contiguous()
 
     def _compile(self, layer: Any, device: torch.device) -> None:
         """Run every batch size whose kernel may differ once; layers of the same shapes share it."""
