@@ -30,6 +30,7 @@ from qtool.io.model_card import ERRORS, exactness, results_in, weight_errors
 from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
 from qtool.models.architecture import dtype_name
+from qtool.models.parts import RowsOf
 from qtool.models.torch_defaults import torch_defaults
 from qtool.plugins import require_returned
 from qtool.progress import Progress
@@ -191,15 +192,7 @@ class _Export(Conversion):
             return found.flatten(0, 1) if found.dim() == 3 else found
 
         for disk, part in {part.name: part for part in parts}.items():
-            pieces, places = self.pieces[disk], list[int]()
-            for piece in pieces:
-                places += piece.places
-            whole = torch.cat([rows(p.tensor)[p.start : p.start + len(p.places)] for p in pieces])
-            if not whole.is_meta:
-                whole = whole[torch.tensor(places).argsort()]
-            if part.matrices:
-                whole = whole.unflatten(0, (part.matrices, -1))
-            yield disk, whole.T.contiguous() if part.transposed else whole
+            yield disk, _joined(part, self.pieces[disk], rows)
 
     def _kv(self, name: str, device: str) -> Tensors:
         attention = name.rpartition(".")[0]
@@ -277,6 +270,17 @@ def _pieces(family: Family) -> dict[str, list[_Piece]]:
             found.setdefault(part.name, []).append(_Piece(own, start, places))
             start += part.count
     return found
+
+
+def _joined(part: RowsOf, pieces: Sequence[_Piece], rows: Callable[[str], Tensor]) -> Tensor:
+    """The whole tensor ``part.name`` on disk; ``rows`` gives those of our tensors, by name."""
+    whole = torch.cat([rows(p.tensor)[p.start : p.start + len(p.places)] for p in pieces])
+    if not whole.is_meta:
+        places = [place for piece in pieces for place in piece.places]
+        whole = whole[torch.tensor(places).argsort()]
+    if part.matrices:
+        whole = whole.unflatten(0, (part.matrices, -1))
+    return whole.T.contiguous() if part.transposed else whole
 
 
 def keeps_kv_scales(target: ExportFormat, kv: str | None, family: Family) -> bool:
