@@ -4,8 +4,6 @@ from typing import Any
 
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
-from qtool.models import Heads
-from qtool.runtime.packed_kv import kv_tensors
 from qtool.runtime.packed_linears import PackedLinears
 
 
@@ -40,8 +38,3 @@ def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
     for full in checkpoint.entries:
         if full.rpartition(".")[0] in packed and full not in expected:
             raise QtoolError(f"{full}: stored, but the format of this linear has no such tensor")
-
-
-def kv_names(linears: PackedLinears) -> tuple[str, ...]:
-    """Names within a block of the tensors that it stores for the quantized KV cache."""
-    return tuple(kv_tensors(linears.format.kv, linears.family, Heads.of(linears.settings)))

@@ -26,9 +26,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from qtool.errors import QtoolError
 from qtool.io.finite import require_finite
 from qtool.kernels.attention.packed_cache import TOKENS
-from qtool.runtime.packed_kv import NEUTRAL, SCALES
+from qtool.models import Heads
+from qtool.runtime.packed_kv import NEUTRAL, SCALES, kv_tensors
 from qtool.runtime.packed_linears import PackedLinears
-from qtool.serving.stored import kv_names
 
 logger = init_logger(__name__)
 
@@ -165,7 +165,7 @@ class KVMethod(BaseKVCacheMethod):
 def cache_tensors(linears: PackedLinears, served: bool) -> WeightsMapper:
     """From the checkpoint's names to :class:`KVMethod`'s; drops them for vLLM's own cache."""
     names: dict[re.Pattern[str], str | None] = {}
-    for stored in kv_names(linears):
+    for stored in kv_tensors(linears.format.kv, linears.family, Heads.of(linears.settings)):
         parent, _, name = stored.rpartition(".")
         ending = re.compile(rf"\.{re.escape(stored)}$")
         names[ending] = f".{parent}.attn.{PREFIX}{name}" if served else None
