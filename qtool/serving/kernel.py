@@ -11,18 +11,7 @@ from qtool.runtime.dispatch import KERNELS, Kernel
 
 #: token counts that are run once before serving: those that engines capture in graphs, and larger
 #: ones up to a large prefill
-LADDER = sorted(
-    {
-        1,
-        2,
-        4,
-        *range(8, 513, 8),
-        *(m << power for power in range(9, 13) for m in (1, 2)),
-        768,
-        1536,
-        3072,
-    }
-)
+LADDER = [1, 2, 4, *range(8, 513, 8), 768, 1024, 1536, 2048, 3072, 4096, 8192]
 
 
 @dataclass(frozen=True)
