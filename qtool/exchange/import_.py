@@ -116,10 +116,12 @@ class Import(Conversion):
             _rules(source, self.formats),
             permuted=_permuted(source, self.grids),
         )
-        self.notes = [
-            f"{self.foreign.name} has zero points, which {ZERO_POINTS} holds: weights are the "
-            "same, activations have 16 bits there and 8 here"
-        ] * (ZERO_POINTS in schemes)
+        self.notes: list[str] = []
+        if ZERO_POINTS in schemes:
+            self.notes.append(
+                f"{self.foreign.name} has zero points, which {ZERO_POINTS} holds: weights are the "
+                "same, activations have 16 bits there and 8 here"
+            )
         self.identity = {
             "source model": source.fingerprint(),
             "import": {
