@@ -18,6 +18,7 @@ from qtool.kernels.hopper.tiles import choose
 
 #: shapes of inputs whose plans are kept; a server's batches and a prompt's lengths fit
 MOST_PLANS = 256
+#: the bytes for scales are a multiple of it, so that sums begin as aligned as scales
 ALIGNMENT = 128
 
 
