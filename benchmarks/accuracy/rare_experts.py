@@ -88,6 +88,42 @@ def errors(
     return found
 
 
+def random_windows(text: Path, tokenizer: Any, count: int, length: int, seed: int) -> Tensor:
+    """Windows ``[count, length]`` from random places of the first two million characters."""
+    ids = torch.tensor(tokenizer(text.read_text()[:2_000_000]).input_ids)
+    random = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(ids) - length, (count,), generator=random)
+    return torch.stack([ids[start : start + length] for start in starts])
+
+
+def quantized(
+    model: Path, recipe: recipes.Recipe, calibration: Calibration
+) -> tuple[PreTrainedModel, int]:
+    """``model`` quantized and dequantized again, and the number of tokens added to its experts."""
+    with tempfile.TemporaryDirectory() as work:
+        out = quantize(Checkpoint(model), recipe, Path(work) / "out", calibration=calibration)
+        blocks = json.loads((out / "qtool.json").read_text())["blocks"]
+        loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    added = sum(note["added"] for block in blocks for note in block.get(NOTE, {}).values())
+    return dequantized(loaded), added
+
+
+def routed_tokens(model: PreTrainedModel, windows: Tensor) -> dict[str, int]:
+    """The tokens of ``windows`` that ``model`` routes to each expert."""
+    found = inputs(model, windows)
+    return {f"{name}.{e}": len(x) for name, each in found.items() for e, x in enumerate(each)}
+
+
+def by_range(error_of: dict[str, float], routed: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """The number of experts and their mean error for each of :data:`RANGES`."""
+    found = {}
+    for low, high in RANGES:
+        some = [error for name, error in error_of.items() if low <= routed[name] < high]
+        key = f"{low} to {high - 1}" if high < 1 << 30 else f"{low} or more"
+        found[key] = {"experts": len(some), "error": sum(some) / max(1, len(some))}
+    return found
+
+
 def main() -> None:
     """Print the errors of experts by number of routed tokens, for each seed and least tokens."""
     parser = argparse.ArgumentParser(
@@ -104,53 +140,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(chosen.model)
-
-    def windows(path: Path, count: int, seed: int) -> Tensor:
-        ids = torch.tensor(tokenizer(path.read_text()[:2_000_000]).input_ids)
-        random = torch.Generator().manual_seed(seed)
-        starts = torch.randint(len(ids) - chosen.seqlen, (count,), generator=random)
-        return torch.stack([ids[start : start + chosen.seqlen] for start in starts])
-
     exact = AutoModelForCausalLM.from_pretrained(chosen.model, dtype=torch.float32).eval()
     separate_experts(exact)
-    heldout = windows(chosen.heldout, 128, 1000)
+    heldout = random_windows(chosen.heldout, tokenizer, 128, chosen.seqlen, 1000)
     seen = inputs(exact, heldout)
     results: dict[str, Any] = {"float perplexity": perplexity(exact, heldout), "rows": []}
     for seed in range(chosen.seeds):
-        text = list(windows(chosen.text, chosen.samples, seed).split(8))
+        windows = random_windows(chosen.text, tokenizer, chosen.samples, chosen.seqlen, seed)
+        routed = routed_tokens(exact, windows)
+        calibration = Calibration(list(windows.split(8)), {"seed": seed})
         for least in map(int, chosen.least.split(",")):
-            with tempfile.TemporaryDirectory() as work:
-                out = quantize(
-                    Checkpoint(chosen.model),
-                    recipe_of(chosen.scheme, least),
-                    Path(work) / "out",
-                    calibration=Calibration(text, {"seed": seed}),
-                )
-                notes = json.loads((out / "qtool.json").read_text())["blocks"]
-                rounded = dequantized(
-                    AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
-                )
-            if least == 0:
-                routed = routed_tokens(exact, text)
-            of = errors(exact, rounded, seen)
-            row: dict[str, Any] = {"seed": seed, "min_expert_tokens": least}
-            for low, high in RANGES:
-                some = [error for name, error in of.items() if low <= routed[name] < high]
-                key = f"{low} to {high - 1}" if high < 1 << 30 else f"{low} or more"
-                row[key] = {"experts": len(some), "error": sum(some) / max(1, len(some))}
-            row["perplexity"] = perplexity(rounded, heldout)
-            row["added"] = sum(n["added"] for b in notes for n in b.get(NOTE, {}).values())
-            results["rows"].append(row)
-            cells = [f"{v['experts']}: {v['error']:.4f}" for v in row.values() if type(v) is dict]
-            print(seed, least, *cells, f"{row['perplexity']:.3f}", row["added"], flush=True)
+            recipe = recipe_of(chosen.scheme, least)
+            rounded, added = quantized(chosen.model, recipe, calibration)
+            ranges = by_range(errors(exact, rounded, seen), routed)
+            found = {"perplexity": perplexity(rounded, heldout), "added": added}
+            results["rows"].append({"seed": seed, "min_expert_tokens": least, **ranges, **found})
+            cells = [f"{v['experts']}: {v['error']:.4f}" for v in ranges.values()]
+            print(seed, least, *cells, f"{found['perplexity']:.3f}", added, flush=True)
     if chosen.json:
         chosen.json.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def routed_tokens(model: PreTrainedModel, text: list[Tensor]) -> dict[str, int]:
-    """The calibration tokens that the float model routes to each expert."""
-    found = inputs(model, torch.cat(text))
-    return {f"{name}.{e}": len(x) for name, each in found.items() for e, x in enumerate(each)}
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ SCRIPTS: dict[str, Case] = {
         before=refused_peers,
     ),
     "accuracy/rare_experts.py": Case(
-        "{mixture} {text} {text} --least 0,16 --samples 4 --seqlen 8 --seeds 1 --json {tmp}/out",
+        "{mixture} {text} {text} --least 4,16 --samples 4 --seqlen 8 --seeds 1 --json {tmp}/out",
         "^0 16 ",
         check=lambda tmp: json.loads((tmp / "out").read_text())["rows"],
     ),
