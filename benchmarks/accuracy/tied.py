@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from schemes import window_divergence
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,15 +31,9 @@ SCHEMES = ("w8a8", "w4a16", "w4a8-lqq", "w4a8-qoq", "w4ax-fmpq", "w4a4-g128")
 WINDOWS, TOKENS, BATCH = 24, 256, 8
 
 
-@torch.no_grad()
 def divergence(model: PreTrainedModel, base: PreTrainedModel, windows: Tensor) -> Tensor:
     """KL(base || model) of each window, 1/1000 nats a token."""
-    found = []
-    for ids in windows.split(4):
-        q = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-        p = base(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-        found.append(1e3 * (p.exp() * (p - q)).sum(-1)[:, :-1].double().mean(1))
-    return torch.cat(found)
+    return 1e3 * torch.tensor(window_divergence(model, base, windows), dtype=torch.float64)
 
 
 def rounded_head(model: PreTrainedModel) -> PreTrainedModel:
