@@ -10,13 +10,14 @@ all but the first show the difference from the first. Errors are standard errors
 """
 
 import argparse
+import itertools
 import math
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from schemes import ORDER, divergence, rise
+from schemes import divergence, named_schemes, rise_and_error, rise_text
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -24,7 +25,7 @@ from qtool.io.source import Checkpoint, resolve
 from qtool.models.cache_argument import CACHE
 from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.quantize import Calibration, quantize
-from qtool.recipes import VARIANTS
+from qtool.recipes import VARIANTS, Recipe
 from qtool.runtime.load import load
 
 
@@ -57,6 +58,15 @@ def measured(model: PreTrainedModel, windows: Tensor) -> dict[str, Any]:
     return {"perplexity": math.exp(sum(nll) / len(nll)), "window_nll": nll}
 
 
+def quantized(source: Path, recipe: Recipe, calibration: Tensor, device: str) -> PreTrainedModel:
+    """The model of ``source`` quantized by ``recipe``, on ``device``."""
+    batches = Calibration(list(calibration.cpu().split(4)))
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory, "model")
+        quantize(Checkpoint(source), recipe, out, calibration=batches, device=device)
+        return load(out, dtype=torch.float32, device=device)
+
+
 def main() -> None:
     """Print a row for each scheme, recipe and cache, on windows sampled from the model itself."""
     parser = argparse.ArgumentParser(
@@ -85,32 +95,18 @@ def main() -> None:
         "| scheme | recipe | cache | rise | KL, nats | the cache adds "
         "|\n|---|---|---|---:|---:|---:|"
     )
-    for scheme in ORDER if arguments.schemes == "all" else arguments.schemes.split(","):
-        for recipe in arguments.recipes.split(","):
-            first = None
-            for kv in arguments.kv.split(","):
-                with tempfile.TemporaryDirectory() as directory:
-                    overrides = RecipeOverrides(kv=None if kv == "none" else kv)
-                    chosen = overrides.recipe(scheme, recipe)
-                    out, batches = (
-                        Path(directory, "model"),
-                        Calibration(list(calibration.cpu().split(4))),
-                    )
-                    quantize(
-                        Checkpoint(source),
-                        chosen,
-                        out,
-                        calibration=batches,
-                        device=arguments.device,
-                    )
-                    model = load(out, dtype=torch.float32, device=arguments.device)
-                    found, kl = measured(model, windows), divergence(model, base, windows)
-                adds = "-" if first is None else rise(found, first)
-                print(
-                    f"| {scheme} | {recipe} | {kv} | {rise(found, full)} | {kl:.4f} | {adds} |",
-                    flush=True,
-                )
-                first = first or found
+    for scheme, recipe in itertools.product(
+        named_schemes(arguments.schemes), arguments.recipes.split(",")
+    ):
+        first = None
+        for kv in arguments.kv.split(","):
+            chosen = RecipeOverrides(kv=None if kv == "none" else kv).recipe(scheme, recipe)
+            model = quantized(source, chosen, calibration, arguments.device)
+            found, kl = measured(model, windows), divergence(model, base, windows)
+            rise = rise_text(*rise_and_error(found, full))
+            adds = "-" if first is None else rise_text(*rise_and_error(found, first))
+            print(f"| {scheme} | {recipe} | {kv} | {rise} | {kl:.4f} | {adds} |", flush=True)
+            first = first or found
 
 
 if __name__ == "__main__":

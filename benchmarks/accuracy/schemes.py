@@ -11,7 +11,7 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -64,18 +64,14 @@ def window_divergence(
 
 def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any) -> dict[str, Any]:
     """Quantize, then evaluate; results in ``--work`` are reused."""
-    options = [
-        o
-        for o in (
-            arguments.kv,
-            arguments.windows,
-            f"seed{arguments.seed}" * bool(arguments.seed),
-            "hadamard" * arguments.hadamard,
-            "export" * arguments.for_export,
-        )
-        if o
-    ]
-    out = arguments.work / "-".join([scheme, variant, *options])
+    options = (
+        arguments.kv,
+        arguments.windows,
+        f"seed{arguments.seed}" if arguments.seed else None,
+        "hadamard" if arguments.hadamard else None,
+        "export" if arguments.for_export else None,
+    )
+    out = arguments.work / "-".join([scheme, variant, *filter(None, options)])
     record = out.with_name(out.name + ".json")
     if record.exists():
         return dict(json.loads(record.read_text()))
@@ -142,25 +138,29 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
     return found
 
 
-def rise(found: dict[str, Any], full: dict[str, Any]) -> str:
-    """The rise of perplexity with its standard error over windows, each paired with itself in full
-    precision.
-    """
-    share, error = rise_and_error(found, full)
-    return f"{share:+.2%}" if error is None else f"{share:+.2%} ± {100 * error:.2f}"
-
-
 def rise_and_error(found: dict[str, Any], full: dict[str, Any]) -> tuple[float, float | None]:
-    """The relative rise of perplexity, and its standard error to first order."""
+    """The relative rise of perplexity, and its standard error to first order.
+
+    The error is that over windows, each paired with itself in full precision.
+    """
     pairs = zip(found["window_nll"], full["window_nll"], strict=True)
     return found["perplexity"] / full["perplexity"] - 1, standard_error([a - b for a, b in pairs])
+
+
+def rise_text(rise: float, error: float | None) -> str:
+    """The numbers of :func:`rise_and_error` in percent."""
+    return f"{rise:+.2%}" if error is None else f"{rise:+.2%} ± {100 * error:.2f}"
+
+
+def named_schemes(names: str) -> Sequence[str]:
+    """The schemes that ``--schemes`` names; all of them for ``all``."""
+    return ORDER if names == "all" else names.split(",")
 
 
 def rows(arguments: argparse.Namespace, full: dict[str, Any], base: Any) -> Iterator[Any]:
     """The rows, each as soon as it is measured."""
     known = {name: variants.split() for name, variants, _ in api.schemes()}
-    chosen = ORDER if arguments.schemes == "all" else arguments.schemes.split(",")
-    for scheme in chosen:
+    for scheme in named_schemes(arguments.schemes):
         for variant in [v for v in arguments.recipes.split(",") if v in known[scheme]]:
             found = measure(arguments, scheme, variant, base)
             share, error = rise_and_error(found, full)
@@ -176,10 +176,10 @@ def rows(arguments: argparse.Namespace, full: dict[str, Any], base: Any) -> Iter
 
 def line(row: dict[str, Any]) -> str:
     """A row of the table."""
-    error = "" if row["rise_error"] is None else f" ± {100 * row['rise_error']:.2f}"
+    rise = rise_text(row["rise"], row["rise_error"])
     return (
-        f"| {row['scheme']} | {row['recipe']} | {row['perplexity']:.3f} | {row['rise']:+.2%}{error}"
-        f" | {row['kl']:.4f} | {row['bits']:.3f} | {row['megabytes']:.2f} | {row['seconds']:.0f} |"
+        f"| {row['scheme']} | {row['recipe']} | {row['perplexity']:.3f} | {rise} | {row['kl']:.4f}"
+        f" | {row['bits']:.3f} | {row['megabytes']:.2f} | {row['seconds']:.0f} |"
     )
 
 

@@ -14,14 +14,13 @@ row.
 
 import argparse
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 
 import outliers
 import torch
 from sampled import sample
-from schemes import ORDER, divergence
+from schemes import divergence, named_schemes
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -81,12 +80,13 @@ def main() -> None:
             kl = divergence(qtool.load(model, dtype=torch.float32), base, texts[0][1])
             print(f"{model.name} outliers: KL {kl:.1e} from the model itself", flush=True)
         rows: list[list[str]] = []
-        for scheme in ORDER if arguments.schemes == "all" else arguments.schemes.split(","):
+        for scheme in named_schemes(arguments.schemes):
             for recipe in arguments.recipes.split(","):
+                chosen = [with_rotation_seed(scheme, recipe, i) for i in range(len(texts))]
                 kls = [
                     [
-                        quantized(model, scheme, turned(scheme, recipe, i), *text, base, device)
-                        for i, text in enumerate(texts)
+                        quantized_divergence(model, scheme, one, *text, base, device)
+                        for one, text in zip(chosen, texts, strict=True)
                     ]
                     for model in models
                 ]
@@ -98,13 +98,13 @@ def main() -> None:
                     store(arguments.write, found, device=device)
 
 
-def change(without: list[float], those: list[float]) -> str:
+def change(before: list[float], after: list[float]) -> str:
     """The change of the mean as text, with its standard error if there are several texts."""
-    ratio = fmean(those) / fmean(without)
+    ratio = fmean(after) / fmean(before)
     if ratio >= 2:
         return f"x {ratio:.0f}"
-    apart = [b / a for a, b in zip(without, those, strict=True)]
-    error = f" ± {stdev(apart) / len(apart) ** 0.5:.1%}" if len(apart) > 1 else ""
+    ratios = [b / a for a, b in zip(before, after, strict=True)]
+    error = f" ± {stdev(ratios) / len(ratios) ** 0.5:.1%}" if len(ratios) > 1 else ""
     return f"{ratio - 1:+.1%}{error}"
 
 
@@ -117,17 +117,13 @@ def made(source: Path, out: Path, first: int, factors: dict[str, float]) -> Path
     return out
 
 
-def turned(scheme: str, variant: str, seed: int) -> Recipe:
-    """A built-in recipe whose rotation starts from this seed."""
+def with_rotation_seed(scheme: str, variant: str, seed: int) -> Recipe:
+    """A built-in recipe whose rotation, if it has one, starts from ``seed``."""
     found = recipes.load(scheme, variant)
-    steps = (
-        replace(step, options=step.options | {"seed": seed}) if step.name == "rotate" else step
-        for step in found.transforms
-    )
-    return replace(found, transforms=tuple(steps))
+    return found.with_options("rotate", seed=seed) if found.step("rotate") else found
 
 
-def quantized(
+def quantized_divergence(
     model: Path,
     scheme: str,
     recipe: Recipe,
@@ -136,7 +132,7 @@ def quantized(
     base: PreTrainedModel,
     device: str,
 ) -> float:
-    """The divergence of ``model`` quantized from ``base``."""
+    """The divergence from ``base`` of ``model`` after it is quantized on ``calibration``."""
     with tempfile.TemporaryDirectory() as work:
         done = qtool.quantize(
             model,
