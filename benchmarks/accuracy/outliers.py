@@ -114,43 +114,46 @@ def scale_channels(
     random: torch.Generator,
 ) -> None:
     """Put the outlier channels into one block, in place; ``config`` is the model's own."""
-
-    def weight(name: str) -> Tensor:
-        return weights[f"model.layers.{block}.{name}.weight"]
-
-    def rows(linear: str, channels: Tensor, factor: float) -> None:
-        for part in ("weight", "bias"):
-            if (tensor := weights.get(f"model.layers.{block}.{linear}.{part}")) is not None:
-                tensor[channels] *= factor
-
-    def chosen(of: int) -> Tensor:
-        return torch.randperm(of, generator=random)[: arguments.channels]
-
-    def of_query_heads(channels: Tensor) -> Tensor:
-        """The positions of the kv heads' ``channels`` in the query heads."""
-        group = torch.arange(heads // kv_heads)[:, None]
-        return ((channels // dim * len(group) + group) * dim + channels % dim).flatten()
-
+    at = f"model.layers.{block}"
     heads, dim = config["num_attention_heads"], config["head_dim"]
     kv_heads = config.get("num_key_value_heads") or heads
+
+    def drawn(of: int) -> Tensor:
+        return torch.randperm(of, generator=random)[: arguments.channels]
+
     for norm, linears in READERS.items():
-        channels = chosen(config["hidden_size"])
-        weight(norm)[channels] *= arguments.norm
+        channels = drawn(config["hidden_size"])
+        scale_rows(weights, f"{at}.{norm}", channels, arguments.norm)
         for linear in linears:
-            weight(linear)[:, channels] /= arguments.norm
-    channels = chosen(config["intermediate_size"])
-    rows("mlp.up_proj", channels, arguments.product)
-    weight("mlp.down_proj")[:, channels] /= arguments.product
-    channels = chosen(kv_heads * dim)
-    rows("self_attn.v_proj", channels, arguments.value)
-    weight("self_attn.o_proj")[:, of_query_heads(channels)] /= arguments.value
-    if f"model.layers.{block}.self_attn.k_norm.weight" in weights:
+            weights[f"{at}.{linear}.weight"][:, channels] /= arguments.norm
+    channels = drawn(config["intermediate_size"])
+    scale_rows(weights, f"{at}.mlp.up_proj", channels, arguments.product)
+    weights[f"{at}.mlp.down_proj.weight"][:, channels] /= arguments.product
+    channels = drawn(kv_heads * dim)
+    scale_rows(weights, f"{at}.self_attn.v_proj", channels, arguments.value)
+    read = in_query_heads(channels, heads, kv_heads, dim)
+    weights[f"{at}.self_attn.o_proj.weight"][:, read] /= arguments.value
+    if f"{at}.self_attn.k_norm.weight" in weights:
         return  # it would take the factor away again
-    pairs = chosen(kv_heads * dim // 2)
+    pairs = drawn(kv_heads * dim // 2)
     channels = pairs // (dim // 2) * dim + pairs % (dim // 2)
     channels = torch.cat([channels, channels + dim // 2])
-    rows("self_attn.k_proj", channels, arguments.key)
-    rows("self_attn.q_proj", of_query_heads(channels), 1 / arguments.key)
+    scale_rows(weights, f"{at}.self_attn.k_proj", channels, arguments.key)
+    queries = in_query_heads(channels, heads, kv_heads, dim)
+    scale_rows(weights, f"{at}.self_attn.q_proj", queries, 1 / arguments.key)
+
+
+def scale_rows(weights: Weights, module: str, channels: Tensor, factor: float) -> None:
+    """Multiply output ``channels`` of a linear or a norm, in place."""
+    for part in ("weight", "bias"):
+        if (tensor := weights.get(f"{module}.{part}")) is not None:
+            tensor[channels] *= factor
+
+
+def in_query_heads(channels: Tensor, heads: int, kv_heads: int, dim: int) -> Tensor:
+    """The positions of the kv heads' ``channels`` in the query heads that read them."""
+    group = torch.arange(heads // kv_heads)[:, None]
+    return ((channels // dim * len(group) + group) * dim + channels % dim).flatten()
 
 
 def widen(weights: Weights, config: dict[str, Any], room: int) -> None:
