@@ -13,10 +13,11 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -27,6 +28,7 @@ from qtool.models.experts import SeparateExperts
 from qtool.models.grouped import segments
 from qtool.models.parts import Experts
 from qtool.schemes import get
+from qtool.schemes.base import Scheme
 
 
 class OneAfterAnother(SeparateExperts):
@@ -64,6 +66,58 @@ def seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> 
     return least
 
 
+def rounded_experts(
+    kind: type[SeparateExperts], stacked: Qwen3MoeExperts, scheme: Scheme
+) -> SeparateExperts:
+    """The experts of ``stacked`` with every down projection rounded to nearest."""
+    experts = kind(stacked, Experts())
+    for expert in experts:
+        linear: nn.Linear = expert.down_proj  # type: ignore[union-attr, assignment]
+        rounded = round_to_nearest(scheme, linear.weight)
+        weight = scheme.dequantize(rounded.codes, rounded.params).to(linear.weight.dtype)
+        expert.down_proj = SimulatedLinear(linear, scheme, rounded.params, weight)
+    return experts
+
+
+def hessians_by_hooks(
+    experts: SeparateExperts, given: Sequence[Tensor], hessians: list[Hessian], scheme: Scheme
+) -> float:
+    """Seconds of a forward in which a hook on each down projection adds to its Hessian."""
+    handles = [
+        expert.down_proj.register_forward_pre_hook(  # type: ignore[union-attr]
+            lambda _, inputs, hessian=hessian: hessian.add(scheme.activation.fake(inputs[0]))
+        )
+        for expert, hessian in zip(experts, hessians, strict=True)
+    ]
+    took = seconds(lambda: experts(*given), given[0].device)
+    for handle in handles:
+        handle.remove()
+    return took
+
+
+def hessians_by_observer(
+    experts: SeparateExperts, given: Sequence[Tensor], hessians: list[Hessian], scheme: Scheme
+) -> float:
+    """Seconds of a forward that ends after one observer has added to all Hessians."""
+
+    class Seen(Exception):
+        pass
+
+    def observe(inputs: Tensor, counts: Sequence[int]) -> None:
+        parts = segments(scheme.activation.fake(inputs), counts)
+        for hessian, part in zip(hessians, parts, strict=True):
+            if len(part):
+                hessian.add(part)
+        raise Seen
+
+    def look() -> None:
+        with suppress(Seen):
+            experts(*given)
+
+    experts.observers["down_proj"] = observe
+    return seconds(look, given[0].device)
+
+
 @torch.no_grad()
 def main() -> None:
     """Print the time of a forward and of Hessians, for experts one by one and all at once."""
@@ -88,45 +142,16 @@ def main() -> None:
     x = torch.randn(chosen.tokens, hidden, device=device, dtype=dtype)
     index = torch.rand(chosen.tokens, count, device=device).topk(active).indices
     weights = torch.rand(chosen.tokens, active, device=device, dtype=dtype)
-    apart, together = (kind(stacked, Experts()) for kind in (OneAfterAnother, AtOnce))
-    for experts in (apart, together):
-        for expert in experts:
-            linear = expert.down_proj  # type: ignore[union-attr]
-            rounded = round_to_nearest(scheme, linear.weight)  # type: ignore[union-attr, arg-type]
-            weight = scheme.dequantize(rounded.codes, rounded.params).to(dtype)
-            expert.down_proj = SimulatedLinear(linear, scheme, rounded.params, weight)  # type: ignore[arg-type]
+    given = (x, index, weights)
+    apart, together = (rounded_experts(kind, stacked, scheme) for kind in (OneAfterAnother, AtOnce))
     print(f"{chosen.shape}, {chosen.tokens} tokens, {device}, {dtype}")
     for name, experts in (("one after another", apart), ("at once", together)):
-        took = seconds(lambda experts=experts: experts(x, index, weights), device)  # type: ignore[misc]
+        took = seconds(partial(experts, *given), device)
         print(f"forward, {name}: {1e3 * took:.1f} ms", flush=True)
     hessians = [Hessian(width, device) for _ in range(count)]
-    handles = [
-        expert.down_proj.register_forward_pre_hook(  # type: ignore[union-attr]
-            lambda _, inputs, hessian=hessian: hessian.add(scheme.activation.fake(inputs[0]))
-        )
-        for expert, hessian in zip(apart, hessians, strict=True)
-    ]
-    took = seconds(lambda: apart(x, index, weights), device)
+    took = hessians_by_hooks(apart, given, hessians, scheme)
     print(f"Hessians of down, by hooks: {1e3 * took:.1f} ms", flush=True)
-    for handle in handles:
-        handle.remove()
-
-    class Seen(Exception):
-        pass
-
-    def observe(inputs: Tensor, counts: Sequence[int]) -> None:
-        parts = segments(scheme.activation.fake(inputs), counts)
-        for hessian, part in zip(hessians, parts, strict=True):
-            if len(part):
-                hessian.add(part)
-        raise Seen
-
-    def look() -> None:
-        with suppress(Seen):
-            together(x, index, weights)
-
-    together.observers["down_proj"] = observe
-    took = seconds(look, device)
+    took = hessians_by_observer(together, given, hessians, scheme)
     print(f"Hessians of down, by one observer: {1e3 * took:.1f} ms", flush=True)
 
 
