@@ -100,24 +100,9 @@ class Case:
 
     @classmethod
     def random(cls, scheme: str, group: int | None, n: int, k: int) -> "Case":
-        def draw(low: int, high: int, *shape: int) -> Tensor:
-            return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
-
-        codes = draw(0, 16, n, k)
+        codes, level2 = check_mma.random_codes(scheme, group, n, k)
         s1 = (torch.rand(n, device="cuda") + 0.1) * 1e-3
-        if group is None:
-            return cls.make(scheme, group, codes, s1, {"zero": draw(0, 16, n)})
-        s2 = draw(1, 17, n, k // group)
-        wide = s2.repeat_interleave(group, 1).int()
-        if scheme == "w4a8-lqq":
-            offset = draw(9, 248, n, k // group)
-            top = (255 - offset.repeat_interleave(group, 1).int()) // wide
-            codes = torch.minimum(codes.int(), top).to(torch.uint8)
-            return cls.make(scheme, group, codes, s1, {"s2": s2, "offset": offset})
-        zero = draw(0, 16, n, k // group)
-        z = zero.repeat_interleave(group, 1).int()
-        codes = torch.clamp(codes.int(), z - 128 // wide, z + 127 // wide).to(torch.uint8)
-        return cls.make(scheme, group, codes, s1, {"s2": s2, "zero": zero})
+        return cls.make(scheme, group, codes, s1, level2)
 
     def sums(self, x: Tensor) -> Tensor:
         return (x.double() @ self.w8.double().t()).long()
@@ -172,29 +157,10 @@ def compare(
 
 def every_dequantization(scheme: str, group: int, tile: Tile) -> str | None:
     """Check all codes x scales x legal offsets by one-hot tokens: the output is the weight."""
-    offsets = range(9, 248) if scheme == "w4a8-lqq" else range(16)
-    pairs = [(s, o) for s in range(1, 17) for o in offsets]
-    n, groups = 256, -(-len(pairs) // 256 // (128 // group)) * (128 // group) + 128 // group
-    table = (
-        torch.tensor(pairs, device="cuda").repeat(2, 1)[: n * groups]
-        if len(pairs) * 2 >= n * groups
-        else None
-    )
-    if table is None:
-        table = torch.tensor(pairs, device="cuda").repeat(n * groups // len(pairs) + 1, 1)[
-            : n * groups
-        ]
-    s2, other = (table[:, i].reshape(n, groups).to(torch.uint8) for i in (0, 1))
-    codes = torch.arange(16, device="cuda").repeat(group // 16).repeat(n, groups)
-    wide, far = s2.repeat_interleave(group, 1).int(), other.repeat_interleave(group, 1).int()
-    if scheme == "w4a8-lqq":
-        codes, level2 = torch.minimum(codes, (255 - far) // wide), {"s2": s2, "offset": other}
-    else:
-        codes, level2 = (
-            torch.clamp(codes, far - 128 // wide, far + 127 // wide),
-            {"s2": s2, "zero": other},
-        )
-    case = Case.make(scheme, group, codes.to(torch.uint8), torch.ones(n, device="cuda"), level2)
+    pairs, step = 16 * len(check_mma.offsets(scheme)), 128 // group
+    groups = -(-pairs // 256 // step) * step + step  # K is a multiple of 128
+    codes, level2 = check_mma.every_code(scheme, group, groups)
+    case = Case.make(scheme, group, codes, torch.ones(256, device="cuda"), level2)
     x = torch.eye(case.w8.shape[1], dtype=torch.int8, device="cuda")
     got = case.run(tile, x, torch.ones(len(x), device="cuda"), None, torch.int32)
     return where(got != case.w8.t().int(), got)

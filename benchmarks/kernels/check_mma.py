@@ -75,21 +75,7 @@ class Case:
 
     @classmethod
     def random_w4a8(cls, scheme: str, group: int | None, n: int, k: int) -> "Case":
-        codes = draw(0, 16, n, k)
-        if group is None:
-            return cls.w4a8(scheme, group, codes, {"zero": draw(0, 16, n)})
-        lqq = scheme == "w4a8-lqq"
-        s2, other = (
-            draw(1, 17, n, k // group),
-            draw(9, 248, n, k // group) if lqq else draw(0, 16, n, k // group),
-        )
-        codes = legal(
-            scheme,
-            codes.int(),
-            s2.repeat_interleave(group, 1).int(),
-            other.repeat_interleave(group, 1).int(),
-        )
-        return cls.w4a8(scheme, group, codes, {"s2": s2, "offset" if lqq else "zero": other})
+        return cls.w4a8(scheme, group, *random_codes(scheme, group, n, k))
 
     @classmethod
     def random_w4ax(
@@ -199,30 +185,51 @@ def draw(low: int, high: int, *shape: int) -> Tensor:
     return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
 
 
-def legal(scheme: str, codes: Tensor, s2: Tensor, other: Tensor) -> Tensor:
-    """``codes`` within the scheme's bounds for scales and offsets or zero points, all int32 ``[N,
-    K]``.
+def offsets(scheme: str) -> range:
+    """The legal offsets of w4a8-lqq, or zero points of w4a8-qoq."""
+    return range(9, 248) if scheme == "w4a8-lqq" else range(16)
+
+
+def legal(
+    scheme: str, codes: Tensor, s2: Tensor, offset: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Codes and level-2 parameters of a weight, ``codes [N, K]`` clamped to the scheme's bounds.
+
+    ``s2`` and ``offset``, which is QoQ's zero point, are uint8 ``[N, G]``.
     """
+    wide, far = (t.int().repeat_interleave(codes.shape[1] // t.shape[1], 1) for t in (s2, offset))
     if scheme == "w4a8-lqq":
-        return torch.minimum(codes, (255 - other) // s2).to(torch.uint8)
-    return torch.clamp(codes, other - 128 // s2, other + 127 // s2).to(torch.uint8)
+        found, name = torch.minimum(codes.int(), (255 - far) // wide), "offset"
+    else:
+        found, name = torch.clamp(codes.int(), far - 128 // wide, far + 127 // wide), "zero"
+    return found.to(torch.uint8), {"s2": s2, name: offset}
+
+
+def random_codes(
+    scheme: str, group: int | None, n: int, k: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Random legal codes ``[n, k]`` and level-2 parameters; per channel only ``zero [n]``."""
+    codes = draw(0, 16, n, k)
+    if group is None:
+        return codes, {"zero": draw(0, 16, n)}
+    known = offsets(scheme)
+    s2, offset = draw(1, 17, n, k // group), draw(known.start, known.stop, n, k // group)
+    return legal(scheme, codes, s2, offset)
+
+
+def every_code(scheme: str, group: int, groups: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Codes ``[256, groups * group]`` and level-2 parameters with all codes x scales x offsets."""
+    pairs = torch.tensor(list(product(range(1, 17), offsets(scheme))), device="cuda")
+    table = pairs[torch.arange(256 * groups, device="cuda") % len(pairs)].to(torch.uint8)
+    s2, offset = (column.reshape(256, groups) for column in table.unbind(1))
+    codes = torch.arange(16, device="cuda").repeat(256, group // 16 * groups)
+    return legal(scheme, codes, s2, offset)
 
 
 def every_dequantization(scheme: str, group: int, tile: MmaTile) -> str | None:
     """Check all codes x scales x legal offsets by one-hot tokens: the output is the weight."""
-    lqq = scheme == "w4a8-lqq"
-    pairs = torch.tensor(
-        list(product(range(1, 17), range(9, 248) if lqq else range(16))), device="cuda"
-    )
-    n = 256
-    groups = -(-len(pairs) // n)
-    table = pairs.repeat(2, 1)[torch.arange(n * groups, device="cuda") % len(pairs)]
-    s2, other = (table[:, i].reshape(n, groups).to(torch.uint8) for i in (0, 1))
-    codes = torch.arange(16, device="cuda").repeat(group // 16).repeat(n, groups).int()
-    codes = legal(
-        scheme, codes, s2.repeat_interleave(group, 1).int(), other.repeat_interleave(group, 1).int()
-    )
-    case = Case.w4a8(scheme, group, codes, {"s2": s2, "offset" if lqq else "zero": other})
+    groups = -(-16 * len(offsets(scheme)) // 256)
+    case = Case.w4a8(scheme, group, *every_code(scheme, group, groups))
     return case.exact(tile, torch.eye(case.w8.shape[1], dtype=torch.int8, device="cuda"))
 
 
