@@ -1,9 +1,9 @@
-"""Runs the checks of one kind of kernel alone, and says where an output is wrong."""
+"""What the checks of all kernels share: running those of one kind alone, and comparing outputs."""
 
 import argparse
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -47,3 +47,33 @@ def where(wrong: Tensor, got: Tensor) -> str | None:
         return None
     first, values = wrong.nonzero()[0].tolist(), got[wrong][:3].tolist()
     return f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {first}, got {values}"
+
+
+def unlike_the_cpu(
+    got: Sequence[Tensor], want: Sequence[Tensor], dtype: torch.dtype, fused: bool, ulps: int
+) -> str | None:
+    """How quantized activations differ from the CPU's, both ``(codes, scale, ...)``; None if not.
+
+    They are equal; if another operation is fused with the quantization, scales differ by at most
+    ``ulps`` of the input's ``dtype`` and codes by one, or by two for inputs of 16 bits.
+    """
+    codes, scale = (t.cpu() for t in got[:2])
+    if not fused:
+        same = torch.equal(codes, want[0]) and torch.equal(scale, want[1])
+        return None if same else "differs from the CPU"
+    if not torch.allclose(scale, want[1], rtol=ulps * torch.finfo(dtype).eps):
+        return f"scale off by {(scale / want[1] - 1).abs().max():.1e}"
+    most = (codes.int() - want[0].int()).abs().max()
+    return None if most <= 1 + (dtype != torch.float32) else "codes differ"
+
+
+def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A CUDA graph of ``call``, and the output that each replay computes again.
+
+    ``call`` runs once before, since what it does only once cannot be captured.
+    """
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, out

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import product
 
 import torch
-from alone import main
+from alone import captured, main
 from torch import Tensor
 
 from qtool.kernels.attention.kv_append import definition as append_definition
@@ -269,10 +269,7 @@ def _chosen() -> Iterator[Shape]:
 def _graph(kv: str) -> str | None:
     case = Case(Shape(kv, 3, 2, 4, 1, 128, 700, torch.float16, ragged=True), 7)
     assert case.lengths is not None
-    case.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = case.run()
+    graph, found = captured(case.run)
     for lengths in ([700, 1, 30], [3, 650, 129]):
         case.lengths.copy_(torch.tensor(lengths))
         graph.replay()

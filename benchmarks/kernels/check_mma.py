@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
-from alone import main, ulp, where
+from alone import captured, main, ulp, where
 from torch import Tensor
 
 from qtool import layouts, schemes
@@ -246,10 +246,7 @@ def graph_capture() -> str | None:
         torch.zeros(5, dtype=torch.int32, device="cuda"),
     )
     arguments = (x, one, weight.qweight, *level2, None, "w4a8-qoq-g128", 128, torch.int32)
-    w4a8_mma_gemm(*arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = w4a8_mma_gemm(*arguments)
+    graph, out = captured(lambda: w4a8_mma_gemm(*arguments))
     for _ in range(3):
         x.random_(-127, 128)
         graph.replay()
