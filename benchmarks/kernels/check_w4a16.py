@@ -60,7 +60,9 @@ WGMMA_TILES = [
 GROUPS = (32, 64, 128, 0)
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CAPABILITY = (9, 0)
+BF16 = torch.bfloat16
 AnyTile: TypeAlias = HalfTile | Tile
+Kernel: TypeAlias = tuple[Variant, AnyTile, bool]  # whether an mma tile uses what only Hopper has
 MOST_FUZZED_KERNELS = 120  # random variants to compile; their shapes are drawn in each run
 
 
@@ -145,15 +147,13 @@ def prune(codes: Tensor) -> Tensor:
     return codes.view(noise.shape).scatter(-1, dropped, 8).view(codes.shape)
 
 
-def one_hot(
-    sparse: bool, group: int, tile: AnyTile, dtype: torch.dtype, scale_dtype: torch.dtype
-) -> str | None:
+def one_hot(variant: Variant, tile: AnyTile) -> str | None:
     """Check every code with many scales by one-hot tokens: the output is the weight itself."""
-    n, k = 384, 1024
+    (n, k), group = (384, 1024), variant.group
     scale = torch.exp2(torch.randint(-8, 3, (n, k // group if group else 1), device="cuda").float())
-    scale = (scale * torch.randint(128, 256, scale.shape, device="cuda") / 128).to(scale_dtype)
+    scale = (scale * torch.randint(128, 256, scale.shape, device="cuda") / 128).to(variant.scale)
     codes = (torch.arange(n, device="cuda")[:, None] * 5 + torch.arange(k, device="cuda") * 3) % 16
-    if sparse:
+    if variant.sparse:
         pairs = torch.tensor(
             list(itertools.combinations(range(4), 2)), device="cuda"
         )  # every pair of positions
@@ -163,9 +163,9 @@ def one_hot(
             .scatter(-1, kept, codes.view(n, -1, 4)[..., :2])
             .view(n, k)
         )
-    case = Case.make(codes.to(torch.uint8), scale, sparse)
-    got = case.run(tile, torch.eye(k, dtype=dtype, device="cuda"), None, torch.float32, True)
-    return where(got.double() != case.multiplied(tile, dtype).t(), got)
+    case = Case.make(codes.to(torch.uint8), scale, variant.sparse)
+    got = case.run(tile, torch.eye(k, dtype=variant.x, device="cuda"), None, torch.float32, True)
+    return where(got.double() != case.multiplied(tile, variant.x).t(), got)
 
 
 def op_over_tokens(m: int, group: int, sparse: bool) -> str | None:
@@ -226,77 +226,96 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
     """Each check's name, and the error or None; ``small`` has a few launches, for
     compute-sanitizer.
     """
-    bf16, f32 = torch.bfloat16, torch.float32
     if small:
-        for tile, sparse in itertools.product(TILES, (False, True)):
-            case = Case.random(sparse, 128, 256, 640, bf16)  # some teams get a step, some none
-            yield (
-                f"small sparse={sparse} {tile}",
-                case.verify(tile, 5, bf16, bf16, True, tile.teams != 2),
-            )
+        yield from small_checks()
         return
     rng = random.Random(0)
-    kernels = []
-    for _ in range(min(fuzz, MOST_FUZZED_KERNELS)):
-        variant = Variant(
-            rng.random() < 0.3,
-            rng.choice(GROUPS),
-            rng.choice(HALF),
-            rng.choice(SCALE_DTYPES),
-            rng.choice((*HALF, f32)),
-        )
-        tiles = [tile for tile in (*TILES, *WGMMA_TILES) if runs(variant, tile)]
-        kernels.append((variant, rng.choice(tiles), rng.random() < 0.7))
+    kernels = random_kernels(rng, min(fuzz, MOST_FUZZED_KERNELS))
     fuzzed = [rng.choice(kernels) for _ in range(fuzz)]
-    one_hots = [
-        (sparse, group, x, scale, tile)
-        for sparse, group, x, scale in itertools.product((False, True), GROUPS, HALF, SCALE_DTYPES)
-        for tile in (*TILES[1:6:4], *WGMMA_TILES)
-        if runs(Variant(sparse, group, x, scale, f32), tile)
-    ]
-    jobs = [
-        (Variant(sparse, group, x, scale, f32), tile, True)
-        for sparse, group, x, scale, tile in one_hots
-    ]
-    jobs += [
-        (Variant(s, 128, bf16, bf16, bf16), t, c)
-        for s in (False, True)
-        for t in TILES
-        for c in (False, True)
-    ]
-    jobs += [
-        (Variant(s, 128, bf16, bf16, bf16), t, True) for s in (False, True) for t in WGMMA_TILES
-    ]
-    compile_all((source(*job) for job in jobs + fuzzed), ARCHITECTURES[CAPABILITY][0])
-    for sparse, group, dtype, scale_dtype, tile in one_hots:
-        name = f"one-hot sparse={sparse} g{group} x {dtype} scale {scale_dtype} {tile}"
-        yield name, one_hot(sparse, group, tile, dtype, scale_dtype)
-    for tile, sparse, hopper in itertools.product(TILES, (False, True), (True, False)):
-        case = Case.random(sparse, 128, 640 if sparse else 448, 1280, bf16)
-        for m in (1, tile.block_tokens, tile.block_tokens + 3):
-            wrong = case.verify(tile, m, bf16, bf16, True, hopper)
-            yield f"sums M={m} sparse={sparse} hopper={hopper} {tile}", wrong
-    for tile, sparse in itertools.product(WGMMA_TILES, (False, True)):
-        case = Case.random(sparse, 128, 640 if sparse else 448, 1280, bf16)
-        for m in (1, tile.tokens, tile.tokens + 3, 300):
-            wrong = case.verify(tile, m, bf16, bf16, True, True)
-            yield f"sums M={m} sparse={sparse} {tile}", wrong
+    one_hots = one_hot_kernels()
+    compile_all(
+        (source(*job) for job in (*one_hots, *kernels_of_sums(), *fuzzed)),
+        ARCHITECTURES[CAPABILITY][0],
+    )
+    for variant, tile, _ in one_hots:
+        name = f"one-hot sparse={variant.sparse} g{variant.group} x {variant.x}"
+        yield f"{name} scale {variant.scale} {tile}", one_hot(variant, tile)
+    yield from checks_of_sums()
     for m, group, sparse in itertools.product(
         (1, 16, 17, 33, 64, 65, 129, 300, 1100), GROUPS, (False, True)
     ):
         yield f"op M={m} g{group} sparse={sparse}", op_over_tokens(m, group, sparse)
     for sparse in (False, True):
-        yield (
-            f"CUDA graph, torch.compile, opcheck sparse={sparse}",
-            op_under_graph_and_compile(sparse),
+        wrong = op_under_graph_and_compile(sparse)
+        yield f"CUDA graph, torch.compile, opcheck sparse={sparse}", wrong
+    for i, kernel in enumerate(fuzzed):
+        name, wrong = fuzzed_shape(rng, *kernel)
+        yield f"fuzz {i} {name}", wrong
+
+
+def small_checks() -> Iterator[tuple[str, str | None]]:
+    """Every mma tile once on a shape in which some teams get a step of K and some none."""
+    for tile, sparse in itertools.product(TILES, (False, True)):
+        case = Case.random(sparse, 128, 256, 640, BF16)
+        wrong = case.verify(tile, 5, BF16, BF16, True, tile.teams != 2)
+        yield f"small sparse={sparse} {tile}", wrong
+
+
+def random_kernels(rng: random.Random, count: int) -> list[Kernel]:
+    """Random variants, each with a tile that has it."""
+    found = []
+    for _ in range(count):
+        variant = Variant(
+            rng.random() < 0.3,
+            rng.choice(GROUPS),
+            rng.choice(HALF),
+            rng.choice(SCALE_DTYPES),
+            rng.choice((*HALF, torch.float32)),
         )
-    for i, (variant, tile, hopper) in enumerate(fuzzed):
-        n, k = (128 if variant.sparse else 64) * rng.randint(1, 12), 128 * rng.randint(1, 24)
-        width = tile.tokens if isinstance(tile, Tile) else tile.block_tokens
-        m = rng.choice([rng.randint(1, 2 * width), rng.randint(1, 300)])
-        case = Case.random(variant.sparse, variant.group, n, k, variant.scale)
-        wrong = case.verify(tile, m, variant.x, variant.out, rng.random() < 0.5, hopper)
-        yield f"fuzz {i} M={m} N={n} K={k} hopper={hopper} {variant} {tile}", wrong
+        tiles = [tile for tile in (*TILES, *WGMMA_TILES) if runs(variant, tile)]
+        found.append((variant, rng.choice(tiles), rng.random() < 0.7))
+    return found
+
+
+def one_hot_kernels() -> list[Kernel]:
+    """The kernels whose weights one-hot tokens read out."""
+    options = itertools.product((False, True), GROUPS, HALF, SCALE_DTYPES)
+    variants = [Variant(*option, torch.float32) for option in options]
+    tiles = (*TILES[1:6:4], *WGMMA_TILES)
+    return [(v, tile, True) for v in variants for tile in tiles if runs(v, tile)]
+
+
+def kernels_of_sums() -> list[Kernel]:
+    """The kernels of :func:`checks_of_sums`: each tile, an mma tile with and without Hopper."""
+    tiles = [*itertools.product(TILES, (False, True)), *((tile, True) for tile in WGMMA_TILES)]
+    variants = [Variant(sparse, 128, BF16, BF16, BF16) for sparse in (False, True)]
+    return [(variant, *tile) for variant in variants for tile in tiles]
+
+
+def checks_of_sums() -> Iterator[tuple[str, str | None]]:
+    """Random sums with every tile, for less than a tile of tokens, a whole one and more."""
+    for tile, sparse, hopper in itertools.product(TILES, (False, True), (True, False)):
+        case = Case.random(sparse, 128, 640 if sparse else 448, 1280, BF16)
+        for m in (1, tile.block_tokens, tile.block_tokens + 3):
+            wrong = case.verify(tile, m, BF16, BF16, True, hopper)
+            yield f"sums M={m} sparse={sparse} hopper={hopper} {tile}", wrong
+    for tile, sparse in itertools.product(WGMMA_TILES, (False, True)):
+        case = Case.random(sparse, 128, 640 if sparse else 448, 1280, BF16)
+        for m in (1, tile.tokens, tile.tokens + 3, 300):
+            wrong = case.verify(tile, m, BF16, BF16, True, True)
+            yield f"sums M={m} sparse={sparse} {tile}", wrong
+
+
+def fuzzed_shape(
+    rng: random.Random, variant: Variant, tile: AnyTile, hopper: bool
+) -> tuple[str, str | None]:
+    """The name of a random shape under a kernel, and its error or None."""
+    n, k = (128 if variant.sparse else 64) * rng.randint(1, 12), 128 * rng.randint(1, 24)
+    width = tile.tokens if isinstance(tile, Tile) else tile.block_tokens
+    m = rng.choice([rng.randint(1, 2 * width), rng.randint(1, 300)])
+    case = Case.random(variant.sparse, variant.group, n, k, variant.scale)
+    wrong = case.verify(tile, m, variant.x, variant.out, rng.random() < 0.5, hopper)
+    return f"M={m} N={n} K={k} hopper={hopper} {variant} {tile}", wrong
 
 
 if __name__ == "__main__":
