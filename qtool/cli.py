@@ -74,7 +74,6 @@ def cli(debug: bool) -> None:
 
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, a failed check exit code 1."""
-    debug = "--debug" in sys.argv
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are not UTF-8
         sys.stdout.reconfigure(errors="surrogateescape")
     if not sys.stderr.isatty():  # bars are for terminals
@@ -83,29 +82,36 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         cli(standalone_mode=False)
-    except (QtoolError, OSError) as error:
-        # OSError means no permission, no space or no such path; a traceback would not help
-        if watch.fail():
-            if debug:
-                traceback.print_exc()
-            click.echo(f"qtool: {_sentence(error)}", err=True)
-        watch.leave(1 if isinstance(error, CheckFailed) else 2)
-    except click.ClickException as error:
-        if watch.fail():
-            error.show()
-        watch.leave(2)
     except SystemExit:  # click raises it for a closed pipe
         watch.leave(CLOSED_PIPE)
-    except (click.Abort, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
         if watch.fail():
-            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-            click.echo(f"qtool: interrupted{INTERRUPTED.get(command, '')}", err=True)
-        watch.leave(130)
-    except Exception:
-        if watch.fail():
-            traceback.print_exc()
-        watch.leave(1)
+            _show(error)
+        watch.leave(_exit_code(error))
     watch.leave(0)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        return 130
+    mistakes = (QtoolError, OSError, click.ClickException)
+    return 2 if isinstance(error, mistakes) and not isinstance(error, CheckFailed) else 1
+
+
+def _show(error: BaseException) -> None:
+    """Print a sentence for the user; a traceback for a defect of qtool, or with --debug."""
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        click.echo(f"qtool: interrupted{INTERRUPTED.get(command, '')}", err=True)
+    elif isinstance(error, click.ClickException):
+        error.show()
+    elif isinstance(error, QtoolError | OSError):
+        # OSError means no permission, no space or no such path; a traceback would not help
+        if "--debug" in sys.argv:
+            traceback.print_exception(error)
+        click.echo(f"qtool: {_sentence(error)}", err=True)
+    else:
+        traceback.print_exception(error)
 
 
 def _sentence(error: QtoolError | OSError) -> str:
