@@ -80,8 +80,18 @@ class RecipeOverrides:
             chosen = recipes.load(scheme, default="paper" if calibrated else "fast")
         else:
             chosen = _recipe(scheme, recipe)
-        if reason:
-            chosen = replace(chosen, reason=reason)
+        chosen = self._applied(replace(chosen, reason=reason) if reason else chosen)
+        if chosen.kv is not None:
+            require_kv(chosen.kv)
+        elif all(rule.scheme is None for rule in chosen.layers):
+            raise QtoolError(
+                f"{chosen.scheme}: nothing would be quantized: no layer rule has a scheme, and "
+                "there is no kv"
+            )
+        return chosen
+
+    def _applied(self, chosen: Recipe) -> Recipe:
+        """The recipe ``chosen`` with these overrides but the target, which chooses the recipe."""
         if self.group_size is not None:
             chosen = chosen.with_group_size(group_size("--group-size", self.group_size))
         if self.layout is not None:
@@ -98,13 +108,6 @@ class RecipeOverrides:
             chosen = replace(chosen, kv=self.kv)
             if self.kv == KV4.name and chosen.variant in ("paper", "best"):
                 chosen = chosen.for_kv4()
-        if chosen.kv is not None:
-            require_kv(chosen.kv)
-        elif all(rule.scheme is None for rule in chosen.layers):
-            raise QtoolError(
-                f"{chosen.scheme}: nothing would be quantized: no layer rule has a scheme, and "
-                "there is no kv"
-            )
         return chosen
 
 
