@@ -10,6 +10,7 @@ from qtool import recipes
 from qtool.data.corpora import SOURCES
 from qtool.errors import QtoolError
 from qtool.eval.perplexity import SEQLEN
+from qtool.recipes import LayerRule
 from qtool.report.data import Quality, Report
 
 RECIPE = "recipe.yaml"
@@ -19,47 +20,44 @@ TASKS = "wikitext2 piqa"
 
 def commands(report: Report) -> list[str]:
     """The commands that quantize, verify, evaluate and report."""
-    record, quantization = report.provenance, report.quantization
-    directory, source = shlex.quote(str(report.directory)), record.get("source", {})
+    directory, source = shlex.quote(str(report.directory)), report.provenance.get("source", {})
+    verify = f"qtool verify {directory}"
     if report.imported:
-        layouts = {rule["layout"] for rule in quantization["rules"] if rule["scheme"]}
+        layouts = {rule["layout"] for rule in report.quantization["rules"] if rule["scheme"]}
         layout = f" --layout {layouts.pop()}" if len(layouts) == 1 else ""
-        imported = f"qtool import {_model(source)} --out {directory}{layout}"
-        return [imported, f"qtool verify {directory}"]
+        return [f"qtool import {_model(source)} --out {directory}{layout}", verify]
     if not report.methods:
-        return [f"qtool verify {directory}"]
+        return [verify]
     base = shlex.quote(report.baseline) if report.baseline else _model(source)
-    quantize = f"qtool quantize {base} --scheme {quantization['scheme']} --recipe "
-    quantize += RECIPE if recipe_file(report) else record["recipe"]["variant"]
-    if calibration := record.get("calibration"):
-        named = {
-            "text": "calib",
-            "samples": "samples",
-            "seqlen": "seqlen",
-            "seed": "seed",
-            "windows": "windows",
-        }
-        quantize += "".join(
-            f" --{flag} {shlex.quote(str(calibration[key]))}"
-            for key, flag in named.items()
-            if key in calibration
-        )
-    if quantization.get("kv") and not recipe_file(report):
-        quantize += f" --kv {quantization['kv']}"
-    if adapter := source.get("adapter"):
-        quantize += f" --adapter {_model(adapter)}"
-    if dtype := record.get("dtype"):
-        quantize += f" --dtype {dtype['stored']}"
-    if record.get("unknown_tensors"):
-        quantize += " --keep-unknown"
-    if (device := record.get("job", {}).get("device", "cpu")) != "cpu":
-        quantize += f" --device {device}"
     return [
-        f"{quantize} --out {directory}",
-        f"qtool verify {directory}",
+        f"{_quantize(report, base)} --out {directory}",
+        verify,
         *(evaluations(report.quality, directory, base) or [evaluation(TASKS, directory, base)]),
         f"qtool report {directory} --compare {base}",
     ]
+
+
+def _quantize(report: Report, base: str) -> str:
+    """The command that quantizes ``base`` again, but for ``--out``."""
+    record, quantization, file = report.provenance, report.quantization, recipe_file(report)
+    found = f"qtool quantize {base} --scheme {quantization['scheme']} --recipe "
+    found += RECIPE if file else record["recipe"]["variant"]
+    calibration = record.get("calibration") or {}
+    for key in ("text", "samples", "seqlen", "seed", "windows"):
+        if key in calibration:
+            option = "calib" if key == "text" else key
+            found += f" --{option} {shlex.quote(str(calibration[key]))}"
+    if quantization.get("kv") and not file:
+        found += f" --kv {quantization['kv']}"
+    if adapter := record.get("source", {}).get("adapter"):
+        found += f" --adapter {_model(adapter)}"
+    if dtype := record.get("dtype"):
+        found += f" --dtype {dtype['stored']}"
+    if record.get("unknown_tensors"):
+        found += " --keep-unknown"
+    if (device := record.get("job", {}).get("device", "cpu")) != "cpu":
+        found += f" --device {device}"
+    return found
 
 
 def _model(record: Mapping[str, Any]) -> str:
@@ -130,14 +128,18 @@ def _is_built_in(report: Report, layers: list[dict[str, Any]]) -> bool:
         known = recipes.load(report.quantization["scheme"], variant)
     except QtoolError:
         return False
-    rules = [
-        (r.match, r.scheme, (r.group_size or "channel") if r.scheme else None, r.layout)
-        for r in known.layers
-    ]
-    same = len(rules) == len(layers) and all(
-        (match, scheme, group) == (layer["match"], layer["scheme"], layer.get("group_size"))
-        and layout in (None, layer.get("layout"))
-        for (match, scheme, group, layout), layer in zip(rules, layers, strict=False)
-    )
     steps = [(step.name, dict(step.options)) for step in (*known.transforms, known.rounding)]
-    return same and steps == [(name, dict(options)) for name, options in report.methods]
+    return (
+        steps == [(name, dict(options)) for name, options in report.methods]
+        and len(known.layers) == len(layers)
+        and all(map(_agrees, known.layers, layers))
+    )
+
+
+def _agrees(rule: LayerRule, layer: Mapping[str, Any]) -> bool:
+    """Whether ``layer``, which names its layout, is as ``rule`` says, which may name none."""
+    group = (rule.group_size or "channel") if rule.scheme else None
+    same = (rule.match, rule.scheme, group) == tuple(
+        layer.get(key) for key in ("match", "scheme", "group_size")
+    )
+    return same and rule.layout in (None, layer.get("layout"))
