@@ -12,7 +12,7 @@ from typing import Any
 
 from qtool.calibration.expert_tokens import NOTE
 from qtool.eval.channel_range import ChannelRange, role
-from qtool.eval.compare import Delta, compare
+from qtool.eval.compare import Delta, compare, item_changes
 from qtool.eval.kv_error import KVError
 from qtool.eval.results import Metric, Results, TaskResult
 from qtool.eval.saved import SavedResult
@@ -182,12 +182,7 @@ def quality(saved: Sequence[SavedResult], model: str, baseline: str) -> list[Qua
 def _beside(row: Quality, base: TaskResult) -> Quality:
     result = replace(row.result, metrics={row.metric: row.value})
     change = next(iter(compare(Results([result]), Results([base]))), None)
-    rises: list[float] = []
-    if result.kind == "perplexity":
-        rises = [
-            a - b
-            for a, b in zip(result.details["window_nll"], base.details["window_nll"], strict=True)
-        ]
+    rises = item_changes(result, base, row.metric) if result.kind == "perplexity" else []
     return replace(row, baseline=base.metrics.get(row.metric), change=change, rises=rises)
 
 
