@@ -6,11 +6,9 @@ from qtool.report.data import Report
 METHODS = {
     "norm-fusion": "a norm's weight is multiplied into the linears that read it",
     "rotate": "channels are mixed by a Hadamard matrix and mixed back later, so that none stands "
-    "out; the float model "
-    "computes the same",
+    "out; the float model computes the same",
     "smooth": "channels of a linear's input are divided by a factor that its weight is multiplied "
-    "by: the same product "
-    "of easier activations",
+    "by: the same product of easier activations",
     "smooth-attention": "the same between keys and queries, for a KV cache of few bits",
     "value-basis": "the value heads turned into a basis that a KV cache of few bits holds better",
     "reorder": "input channels are sorted by size, so that a group holds similar sizes",
@@ -40,8 +38,7 @@ STORED = {
 }
 METRICS = {
     "perplexity": "among how many equally likely tokens the model hesitates, on average; less is "
-    "better. It is 1 % "
-    "more where its logarithm rises by 0.01 nats",
+    "better. It is 1 % more where its logarithm rises by 0.01 nats",
     "acc": "the share of questions whose right answer is the most probable",
     "acc_norm": "the same with an answer's log-probability divided by its length",
 }
