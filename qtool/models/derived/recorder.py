@@ -102,9 +102,16 @@ class Recorder(TorchDispatchMode):
             return
         if not tensors or name in CREATES:
             return
-        operation = name.rstrip("_") if not name.startswith("_") else name
-        if name != operation and not name.startswith("_"):
+        operation = name if name.startswith("_") else name.rstrip("_")
+        if name != operation:  # add_ and such change their tensor in place
             self._forget_views(args[0])
+        if not self._follow(operation, func, args, kwargs, out):
+            self.mix(operation, tensors, out)
+
+    def _follow(
+        self, operation: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> bool:
+        """Give ``out`` its facts by the rule of ``operation``; False if no rule applies."""
         if operation in ("_to_copy", "dropout", "native_dropout", "contiguous", "clone", "alias"):
             self._same(args[0], out if isinstance(out, Tensor) else out[0])
         elif operation in MOVES:
@@ -119,15 +126,16 @@ class Recorder(TorchDispatchMode):
             attend(self, args[0], args[1], args[2], out)
         elif operation == "neg":
             self.set(out, self.of(args[0]))
-        elif operation in ("sum", "mean") and reduced(self, args, kwargs, out):
-            pass
         elif operation in POSITIVE | UNARY and isinstance(out, Tensor):
             kind = Kind.SCALED if operation in POSITIVE else Kind.ORDERED
             self.set(out, {p: self.weaker(p, f, kind) for p, f in self.of(args[0]).items()})
-        elif operation == "index" and gathered(self, args, out):
-            pass
+        elif operation in ("sum", "mean"):
+            return reduced(self, args, kwargs, out)
+        elif operation == "index":
+            return gathered(self, args, out)
         else:
-            self.mix(operation, tensors, out)
+            return False
+        return True
 
     def _is_weight(self, name: str, args: tuple[Any, ...], out: Tensor) -> bool:
         """Note that ``out`` is a parameter, perhaps transposed or cast."""

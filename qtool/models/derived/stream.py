@@ -9,8 +9,12 @@ from qtool.models.parts import Fold, LinearGroup
 
 def why_fixed(block: RecordedBlock, groups: Sequence[LinearGroup]) -> str:
     """Why the residual stream cannot be rotated; empty if the block allows it."""
+    return _unknown_reader(block, groups) or _unknown_writer(block, groups)
+
+
+def _unknown_reader(block: RecordedBlock, groups: Sequence[LinearGroup]) -> str:
+    """What reads the stream other than through a norm whose weight can be folded."""
     folded = {group.source for group in groups if group.fold is Fold.NORM}
-    own = {name for group in groups if group.writes_residual for name in group.linears}
     for read in (*block.reads, *block.experts.values()):
         if STREAM in read.facts:
             return f"{block.short(read.weight)} reads it without a norm between"
@@ -21,6 +25,12 @@ def why_fixed(block: RecordedBlock, groups: Sequence[LinearGroup]) -> str:
         if f"{escape.module}.".startswith(block.prefix):
             where = block.short(escape.module) or "the block itself"
             return f"{escape.operation} in {where} reads it"
+    return ""
+
+
+def _unknown_writer(block: RecordedBlock, groups: Sequence[LinearGroup]) -> str:
+    """What is added to the stream other than the unchanged output of a linear or a post-norm."""
+    own = {name for group in groups if group.writes_residual for name in group.linears}
     for module, facts in block.model.trace.writers:
         if not f"{module}.".startswith(block.prefix):
             continue
@@ -32,9 +42,8 @@ def why_fixed(block: RecordedBlock, groups: Sequence[LinearGroup]) -> str:
             return "something is added to it that no linear of the block makes"
         for producer, fact in known.items():
             linear = block.short(producer) in own or producer in block.experts
-            if producer in norms and fact.kind <= Kind.SUM:
-                continue
-            if fact.kind > Kind.SUM or not in_order(fact) or not linear:
+            unchanged = producer in norms or (linear and in_order(fact))
+            if fact.kind > Kind.SUM or not unchanged:
                 return f"what {block.short(producer)} writes to it is changed on the way"
     return ""
 
