@@ -150,6 +150,22 @@ def read_header(path: Path) -> dict[str, Entry]:
         QtoolError: the file is truncated, not safetensors, has an unknown dtype, or overlapping or
             out-of-range data.
     """
+    header, data, size = _stored_header(path)
+    entries = {name: _entry(path, name, spec, data) for name, spec in header.items()}
+    end = data
+    for start, stop in sorted((e.start, e.start + e.nbytes) for e in entries.values()):
+        if start != end:
+            raise QtoolError(f"{path.name}: tensors overlap or leave a gap at byte {end}")
+        end = stop
+    if end != size:
+        raise QtoolError(
+            f"{path.name}: {size} bytes found, {end} expected by its header; is the file truncated?"
+        )
+    return entries
+
+
+def _stored_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header without metadata, the position of the data after it, and the file's size."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -173,20 +189,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     if not isinstance(header, dict):
         raise QtoolError(f"{path.name}: the safetensors header is no JSON object")
     header.pop("__metadata__", None)
-    entries, spans = {}, []
-    for name, spec in header.items():
-        entries[name] = entry = _entry(path, name, spec, 8 + length)
-        spans.append((entry.start, entry.start + entry.nbytes))
-    end = 8 + length
-    for start, stop in sorted(spans):
-        if start != end:
-            raise QtoolError(f"{path.name}: tensors overlap or leave a gap at byte {end}")
-        end = stop
-    if end != size:
-        raise QtoolError(
-            f"{path.name}: {size} bytes found, {end} expected by its header; is the file truncated?"
-        )
-    return entries
+    return header, 8 + length, size
 
 
 def _entry(path: Path, name: str, spec: Any, base: int) -> Entry:
