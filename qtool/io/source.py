@@ -269,33 +269,13 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     if not path.is_file():
-        if (directory / "adapter_config.json").is_file():
-            raise QtoolError(
-                f"{directory} is an adapter (LoRA), not a model: pass its base model, and it as "
-                "--adapter"
-            )
-        if files := sorted(directory.glob("*.gguf")):
-            raise QtoolError(_gguf(files[0]))
-        raise QtoolError(f"{directory}: no config.json; expected a Hugging Face model directory")
+        raise QtoolError(_no_config(directory))
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise QtoolError(f"{path}: no model_type in it")
-    for name, part in with_text_config(config).items():
-        dtype, whose = own_dtype(part), f"{name}'s " if name else ""
-        if dtype and getattr(torch, dtype, None) not in DTYPES.values():
-            raise QtoolError(
-                f"{path}: its {whose}dtype is {dtype!r}; weights in one of {', '.join(DTYPES)}, "
-                "and their dtype there, are expected"
-            )
+    _require_readable_weights(config, path)
     config.pop("auto_map", None)  # it names code beside the model, which is not run or copied
-    named = config.pop("transformers_weights", None)  # a native checkpoint has its notice here
-    endings = (".safetensors", ".safetensors.index.json")
-    if str(named).endswith(endings) and named not in (SINGLE, INDEX):
-        raise QtoolError(
-            f"{path}: its transformers_weights names {named}, which transformers reads instead of "
-            f"{SINGLE}: give the weights that name in a directory of their own, with a config.json "
-            "that names none"
-        )
+    config.pop("transformers_weights", None)  # a native checkpoint has its notice here
     if config.get("quantization_config", ...) in (None, {}):
         del config["quantization_config"]
     beside = directory / QUANTIZE_CONFIG
@@ -304,6 +284,37 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config.get("quantization_config", {}), dict):
         raise QtoolError(f"{path}: its quantization_config is no object")
     return config
+
+
+def _no_config(directory: Path) -> str:
+    """Why ``directory``, which has no ``config.json``, is not read."""
+    if (directory / "adapter_config.json").is_file():
+        return (
+            f"{directory} is an adapter (LoRA), not a model: pass its base model, and it as "
+            "--adapter"
+        )
+    if files := sorted(directory.glob("*.gguf")):
+        return _gguf(files[0])
+    return f"{directory}: no config.json; expected a Hugging Face model directory"
+
+
+def _require_readable_weights(config: dict[str, Any], path: Path) -> None:
+    """Refuse a dtype that no weights have, and weights under a name that qtool does not read."""
+    for name, part in with_text_config(config).items():
+        dtype, whose = own_dtype(part), f"{name}'s " if name else ""
+        if dtype and getattr(torch, dtype, None) not in DTYPES.values():
+            raise QtoolError(
+                f"{path}: its {whose}dtype is {dtype!r}; weights in one of {', '.join(DTYPES)}, "
+                "and their dtype there, are expected"
+            )
+    named = config.get("transformers_weights")
+    endings = (".safetensors", ".safetensors.index.json")
+    if str(named).endswith(endings) and named not in (SINGLE, INDEX):
+        raise QtoolError(
+            f"{path}: its transformers_weights names {named}, which transformers reads instead of "
+            f"{SINGLE}: give the weights that name in a directory of their own, with a config.json "
+            "that names none"
+        )
 
 
 def plain_config(config: dict[str, Any]) -> tuple[dict[str, Any], FloatFormat | None]:
