@@ -28,15 +28,11 @@ from qtool.pipeline.streaming import snapshots
 from qtool.pipeline.streaming.activations import PLACES
 from qtool.runtime.load import load
 from tests.models.tiny import save_tiny
-from tests.pipeline.test_quantize import files
+from tests.pipeline.test_quantize import Killed, files
 
 TOKENS = torch.randint(3, 320, (4, 24), generator=torch.Generator().manual_seed(3))
 #: numbers that a router adds, indices that a mask is made of, keys and values in a mapping, both
 TYPES = ("zaya", "glm_moe_dsa", "gemma4_text", "mistral_large4")
-
-
-class Killed(Exception):
-    pass
 
 
 @pytest.fixture(scope="module")

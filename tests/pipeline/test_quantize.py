@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -211,8 +212,22 @@ def test_every_family_is_calibrated_and_runs(
     assert (found - exact).norm() < (0.45 if family.post_norms else 0.25) * exact.norm()
 
 
-class _Killed(Exception):
-    pass
+class Killed(Exception):
+    """What ends a run in a test, as a signal would."""
+
+
+def kill(*_: object) -> None:
+    raise Killed
+
+
+def kill_at(stop: int) -> Callable[..., None]:
+    """A ``progress`` that ends the run when it has written ``stop`` shards."""
+
+    def progress(done: int, *_: object) -> None:
+        if done == stop:
+            raise Killed
+
+    return progress
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
@@ -227,12 +242,8 @@ def test_resumed_equals_uninterrupted(
     rotated = Checkpoint(tmp_path / "whole").config["quantization_config"].get("rotated")
     assert rotated == (["mlp.down_proj"] if make is _calibrated else None)
 
-    def kill(done: int, *_: object) -> None:
-        if done == stop:
-            raise _Killed
-
-    with pytest.raises(_Killed):
-        make(source, tmp_path / "cut", progress=kill)  # type: ignore[operator]
+    with pytest.raises(Killed):
+        make(source, tmp_path / "cut", progress=kill_at(stop))  # type: ignore[operator]
     assert not (tmp_path / "cut").exists()
     assert not (tmp_path / "cut.partial" / "config.json").exists()
     with pytest.raises(QtoolError, match="--resume"):
@@ -249,12 +260,8 @@ def test_a_resumed_mixture_equals_an_uninterrupted_one(
     stored = Checkpoint(tmp_path / "whole").config["quantization_config"]
     assert stored["rotated"] == ["block_sparse_moe.experts.*.w2"]
 
-    def kill(done: int, *_: object) -> None:
-        if done == 2:
-            raise _Killed
-
-    with pytest.raises(_Killed):
-        _calibrated(source, tmp_path / "cut", progress=kill)
+    with pytest.raises(Killed):
+        _calibrated(source, tmp_path / "cut", progress=kill_at(2))
     assert files(_calibrated(source, tmp_path / "cut", resume=True)) == whole
 
 
@@ -264,10 +271,7 @@ def test_a_resumed_run_has_the_rotation_that_was_learned(
     """Learned again, on another number of threads, it would be another one."""
     source = make_model("llama", dtype=torch.bfloat16, num_hidden_layers=3)
 
-    def kill(done: int, *_: object) -> None:
-        raise _Killed
-
-    with pytest.raises(_Killed):
+    with pytest.raises(Killed):
         _calibrated(source, tmp_path / "cut", progress=kill)
     monkeypatch.setattr("qtool.calibration.transforms.rotate.learn", None)
     _calibrated(source, tmp_path / "cut", resume=True)
@@ -282,10 +286,10 @@ def test_a_transform_learns_of_as_many_sequences_whatever_the_batches(
 
     def learn(blocks: object, batches: Batches) -> dict[str, torch.Tensor]:
         seen.extend(batch.shape[0] for batch in batches)
-        raise _Killed
+        raise Killed
 
     monkeypatch.setattr(Rotate, "learn", lambda self, *given: learn(*given))
-    with pytest.raises(_Killed):
+    with pytest.raises(Killed):
         quantize(
             Checkpoint(source),
             recipes.parse(CALIBRATED, "calibrated"),
@@ -319,12 +323,8 @@ def test_a_resumed_run_says_where_it_goes_on(
 ) -> None:
     source, out = make_model(num_hidden_layers=3), tmp_path / "out"
 
-    def kill(done: int, *_: object) -> None:
-        if done == 3:
-            raise _Killed
-
-    with pytest.raises(_Killed):
-        run(source, "w8a8", out, progress=kill)
+    with pytest.raises(Killed):
+        run(source, "w8a8", out, progress=kill_at(3))
     records = tmp_path / "out.partial" / ".run"
     for shard in (3, 4):  # the writer may have been ahead
         (records / f"shard-0000{shard}.json").unlink(missing_ok=True)
@@ -347,12 +347,8 @@ def test_a_truncated_shard_is_made_again(make_model: MakeModel, tmp_path: Path) 
     source = make_model(dtype=torch.bfloat16)
     whole = files(_calibrated(source, tmp_path / "whole"))
 
-    def kill(done: int, *_: object) -> None:
-        if done == 3:
-            raise _Killed
-
-    with pytest.raises(_Killed):
-        _calibrated(source, tmp_path / "cut", progress=kill)
+    with pytest.raises(Killed):
+        _calibrated(source, tmp_path / "cut", progress=kill_at(3))
     shard = next((tmp_path / "cut.partial").glob("model-00002*"))
     shard.write_bytes(shard.read_bytes()[:-100])
     (tmp_path / "cut.partial" / ".run" / "shard-00001.json").write_text("{")
@@ -364,10 +360,7 @@ def test_a_run_killed_when_its_directory_has_its_name(
 ) -> None:  # type: ignore[no-untyped-def]
     source, out = make_model(dtype=torch.bfloat16), tmp_path / "out"
 
-    def kill(*_: object) -> None:
-        raise _Killed
-
-    with monkeypatch.context() as patch, pytest.raises(_Killed):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(output.shutil, "rmtree", kill)
         run(source, "w8a8", out)
     assert (out / ".run").exists()
@@ -377,10 +370,7 @@ def test_a_run_killed_when_its_directory_has_its_name(
 def test_another_job_does_not_resume(make_model: MakeModel, tmp_path: Path) -> None:
     source, other = make_model(name="a"), make_model(name="b", seed=1)
 
-    def kill(*_: object) -> None:
-        raise _Killed
-
-    with pytest.raises(_Killed):
+    with pytest.raises(Killed):
         run(source, "w4a16", tmp_path / "out", progress=kill)
     with pytest.raises(QtoolError, match="another recipe"):
         run(source, "w8a8", tmp_path / "out", resume=True)
@@ -392,10 +382,7 @@ def test_another_kind_of_device_does_not_resume(make_model: MakeModel, tmp_path:
     """It computes in other dtypes and orders."""
     source = make_model()
 
-    def kill(*_: object) -> None:
-        raise _Killed
-
-    with pytest.raises(_Killed):
+    with pytest.raises(Killed):
         _calibrated(source, tmp_path / "calibrated", progress=kill)
     with pytest.raises(QtoolError, match=r"started with another device .*cpu.*, now .*cuda"):
         _calibrated(source, tmp_path / "calibrated", resume=True, device="cuda:0")

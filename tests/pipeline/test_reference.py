@@ -13,12 +13,9 @@ from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
+from tests.pipeline.test_quantize import Killed, files, kill_at
 
 TOKENS = torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(3))
-
-
-class Killed(Exception):
-    pass
 
 
 def run(source: Path, out: Path, kv: str | None = None, **options: object) -> Path:
@@ -60,18 +57,11 @@ def test_a_resumed_run_finds_it_again(make_model: MakeModel, tmp_path: Path) -> 
     source = make_model(num_hidden_layers=3, dtype=torch.bfloat16)
     whole = run(source, tmp_path / "whole", "kv4")
     for stop in (2, 3, 4):
-
-        def kill(done: int, *_: object, stop: int = stop) -> None:
-            if done == stop:
-                raise Killed
-
         out = tmp_path / f"cut-{stop}"
         with pytest.raises(Killed):
-            run(source, out, "kv4", progress=kill)
+            run(source, out, "kv4", progress=kill_at(stop))
         cut = run(source, out, "kv4", resume=True)
-        assert {p.name: p.read_bytes() for p in cut.iterdir()} == {
-            p.name: p.read_bytes() for p in whole.iterdir()
-        }
+        assert files(cut) == files(whole)
 
 
 def test_a_block_is_calibrated_on_what_the_quantized_ones_before_compute(
