@@ -20,6 +20,20 @@ settings.register_profile(
 )
 settings.load_profile("busy")
 
+#: mark of a test whose kernels only a Hopper GPU runs
+on_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU (sm_90)",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test with the mark ``cuda`` where there is no GPU."""
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+
+
 SMALL: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 384,

@@ -28,11 +28,6 @@ from qtool.runtime.load import load
 from tests.conftest import MakeModel
 from tests.models.tiny import save_tiny
 
-CUDA = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
 
 def qtool_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
@@ -930,7 +925,7 @@ def test_home_in_paths(make_model: MakeModel, tmp_path: Path, monkeypatch, capsy
     assert data_directory("~") == tmp_path
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_bad_value_is_found_wherever_it_is(dtype: torch.dtype, bad: float, device: str) -> None:

@@ -17,7 +17,6 @@ def test_on_cpu_it_is_the_product() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("columns", [300, COLUMNS, COLUMNS + 300])
 def test_a_product_is_precise_and_of_any_width(columns: int) -> None:
     a, b = torch.randn(2 * ROWS, 700, device="cuda"), torch.randn(700, columns, device="cuda")
@@ -27,7 +26,6 @@ def test_a_product_is_precise_and_of_any_width(columns: int) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("options", [{"residual": 0, "rounds": 0}, {}], ids=["plain", "default"])
 def test_gptq_of_some_rows_is_that_of_all(options: dict[str, float]) -> None:
     torch.manual_seed(0)

@@ -236,7 +236,6 @@ def test_a_search_takes_hardly_more_operations_for_more_experts(blocks, limited,
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("method", ["smooth", "clip"])
 def test_on_a_gpu_they_get_what_each_gets_alone_to_rounding(method, blocks, limited):
     block, batches = blocks(make_model(CONFIGS["qwen2-moe"]))[0]

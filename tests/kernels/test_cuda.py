@@ -12,18 +12,12 @@ from torch import Tensor
 from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.hopper.w4a8 import w4a8_gemm
 from qtool.kernels.hopper.w8a8 import w8a8_gemm
+from tests.conftest import on_hopper
 
 Case = tuple[str, int | None]
 Make = Callable[..., tuple[dict[str, Any], Tensor]]
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU (sm_90)",
-    ),
-]
+pytestmark = [pytest.mark.cuda, on_hopper]
 
 
 @pytest.mark.parametrize("m", [1, 8, 33, 130, 300])

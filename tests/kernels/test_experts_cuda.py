@@ -12,16 +12,10 @@ from qtool.kernels.experts.quantize import quantize_expert_rows
 from qtool.kernels.experts.route import route_experts
 from qtool.kernels.experts.tiles import TABLE, TABLE_HALF, TABLE_HALF_SUMS
 from qtool.kernels.hopper.tiles import Tile
+from tests.conftest import on_hopper
 from tests.kernels.experts_cases import COUNTS, SCHEMES, by_experts, exact, grouped, poisoned
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU (sm_90)",
-    ),
-]
+pytestmark = [pytest.mark.cuda, on_hopper]
 
 
 def on_gpu(given: dict[str, Any]) -> dict[str, Any]:

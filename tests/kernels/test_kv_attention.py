@@ -277,7 +277,6 @@ def test_plans_fit_every_gpu_and_splits_cover_the_tokens() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_kernel_is_the_reference_and_compiles_into_a_graph(name: str) -> None:
     call = arguments(name, queries=3, lengths=torch.tensor([50, 9], dtype=torch.int32))

@@ -249,12 +249,10 @@ def test_a_long_sequence_among_short_ones_is_split() -> None:
         assert fewest == plan.splits(512, 1 << 17, 132) < splits <= MOST_SPLITS
 
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 VARIANTS = list(product(NAMES, (64, 96, 128, 256), (1, 4, 16), (torch.bfloat16, torch.float16)))
 
 
 @pytest.mark.cuda
-@cuda
 @pytest.mark.parametrize("name, dim, group, dtype", VARIANTS)
 def test_the_kernels_are_the_references(
     name: str, dim: int, group: int, dtype: torch.dtype
@@ -278,7 +276,6 @@ def test_the_kernels_are_the_references(
 
 
 @pytest.mark.cuda
-@cuda
 @pytest.mark.parametrize("name, window", list(product(NAMES, (0, 9000))))
 def test_more_room_changes_nothing(name: str, window: int) -> None:
     """However many splits a capacity asks for, sequences of all lengths are attended to."""
@@ -313,7 +310,6 @@ def test_more_room_changes_nothing(name: str, window: int) -> None:
 
 
 @pytest.mark.cuda
-@cuda
 @pytest.mark.parametrize("name", NAMES)
 def test_a_captured_graph_follows_the_table_and_the_lengths(name: str) -> None:
     there = Filled(name, 128).to("cuda").fill()

@@ -199,7 +199,6 @@ def test_tiles_hold_the_tokens_and_fill_the_chip() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("case", [*W4A8, *W4AX], ids=str)
 def test_equals_the_cpu_reference(case: tuple[Any, ...]) -> None:
     op, make = (w4a8_mma_gemm, w4a8_arguments) if case in W4A8 else (w4ax_mma_gemm, w4ax_arguments)

@@ -10,11 +10,7 @@ from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.activation.quantize_residual_norm import quantize_residual_norm
 
 EPSILON = 1e-5
-on_gpu = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-gpu = pytest.param("cuda", marks=on_gpu)
+gpu = pytest.param("cuda", marks=pytest.mark.cuda)
 
 
 def unfused(x: Tensor, residual: Tensor | None, norm: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ from tests.kernels.test_w4a16 import multiply
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() not in ARCHITECTURES,
         reason="needs sm_80, 86, 89 or 90",

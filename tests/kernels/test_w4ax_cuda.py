@@ -12,16 +12,10 @@ from qtool.kernels.activation.quantize_packed_groups import quantize_packed_grou
 from qtool.kernels.hopper.w4ax import w4ax_gemm
 from qtool.kernels.mma.w4ax import w4ax_mma_gemm
 from qtool.kernels.order import groups_in_order
+from tests.conftest import on_hopper
 from tests.kernels.test_w4ax import CASES, arguments
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU (sm_90)",
-    ),
-]
+pytestmark = [pytest.mark.cuda, on_hopper]
 
 
 @pytest.mark.parametrize(("layout", "group"), CASES)

@@ -135,7 +135,6 @@ def test_strided_and_misaligned_codes_pack_the_same(layout: Layout) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @every_layout
 def test_a_gpu_packs_the_same_bytes(layout: Layout) -> None:
     n, k = (3 * size for size in layout.tile)

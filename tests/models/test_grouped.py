@@ -43,7 +43,6 @@ def test_one_launch_multiplies_as_each_linear_does(linears, transposed, monkeypa
 
 @torch.no_grad()
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_gpu_multiplies_all_experts_in_one_launch(linears, transposed):
     linears = [linear.cuda() for linear in linears]

@@ -156,7 +156,6 @@ def test_a_resumed_run_finds_it_on_disk(
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_place_of_a_gpu_gives_the_same(
     model_type: str, saved: Callable[[str], Path], tmp_path: Path

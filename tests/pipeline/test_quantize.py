@@ -389,7 +389,6 @@ def test_another_kind_of_device_does_not_resume(make_model: MakeModel, tmp_path:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "w4a8-lqq", "w4a8-qoq", "w4a4-mix"])
 def test_rounding_to_nearest_gives_the_same_bytes_on_a_gpu(
     make_model: MakeModel, tmp_path: Path, scheme: str

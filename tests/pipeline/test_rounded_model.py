@@ -37,7 +37,6 @@ def test_it_is_the_rounded_checkpoint(variant: str, make_model: MakeModel, tmp_p
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_it_continues_windows_on_a_gpu(tmp_path: Path) -> None:
     """As the model of a checkpoint does that was rounded on a CPU."""
     source, expected = Checkpoint(DEMO), tmp_path / "rounded"

@@ -369,7 +369,6 @@ def test_a_step_of_a_packed_model_compiles_as_one_graph() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("heads", "queries"), [(4, 4), (4, 20), (1, 16), (8, 8)])
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
 def test_attention_of_many_sequences_is_sdpas(heads: int, queries: int, dim: int) -> None:

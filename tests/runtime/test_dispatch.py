@@ -81,7 +81,6 @@ def test_the_cpu_runs_the_reference() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("scheme", "layout", "kernel"), EACH)
 def test_kernels_run_packed_linears(scheme: str, layout: str, kernel: Kernel) -> None:
     if torch.cuda.get_device_capability() not in kernel.capabilities:

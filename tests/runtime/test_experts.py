@@ -17,6 +17,7 @@ from qtool.runtime.experts import GroupedExperts, group_experts
 from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load, load_as_stored
 from qtool.runtime.merge import merge_linears
+from tests.conftest import on_hopper
 from tests.runtime.test_decode import recorded  # noqa: F401  (a fixture)
 from tests.runtime.test_merge import with_kernels  # noqa: F401  (a fixture)
 
@@ -153,10 +154,7 @@ def test_a_token_s_experts_are_weighted(packed: Path) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-    reason="needs a Hopper GPU (sm_90)",
-)
+@on_hopper
 @pytest.mark.parametrize("tokens", [1, 20, 500])
 @torch.no_grad()
 def test_a_gpu_computes_them_as_a_cpu(packed: Path, tokens: int) -> None:

@@ -97,7 +97,6 @@ def test_check_refuses_what_would_carry(s2: int, offset: int, code: int) -> None
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("shape", [(5, 64), (48, 4096)])
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
 def test_the_fused_rounding_is_the_schemes_own(

@@ -15,8 +15,6 @@ from qtool.calibration.rounding.gptq.gptq import gptq
 from qtool.calibration.rounding.gptq.hessian import Hessian, panels
 from qtool.errors import QtoolError
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
 
 @pytest.mark.parametrize("k", [64, 512, 700, 4096, 14336])
 def test_panels_cover_the_upper_triangle_once(k: int) -> None:
@@ -87,7 +85,6 @@ def test_squares_beyond_float32_are_named(largest: float) -> None:
         gptq(torch.randn(4, 32), schemes.get("w4a16", 32), inputs=inputs)
 
 
-@CUDA
 @pytest.mark.cuda
 @pytest.mark.parametrize("k", [256, 1400])
 @pytest.mark.parametrize("drift", [False, True])
@@ -111,7 +108,6 @@ def test_tensor_cores_give_the_float32_sums(k: int, drift: bool) -> None:
         assert (hessian.d.double().cpu() - expected_d).norm() < 1e-5 * expected_d.norm()
 
 
-@CUDA
 @pytest.mark.cuda
 @pytest.mark.parametrize(("n", "groups", "size"), [(40, 4, 64), (7, 1, 1500), (3, 2, 128)])
 def test_the_fused_group_error_is_torchs(n: int, groups: int, size: int) -> None:
@@ -156,7 +152,6 @@ def test_halves_are_the_whole_and_fit_tf32() -> None:
     assert torch.equal(mantissa * 2**11, (mantissa * 2**11).round())
 
 
-@CUDA
 @pytest.mark.cuda
 def test_products_in_three_parts_are_nearly_as_precise_as_float32() -> None:
     a, b = torch.randn(200, 3000, device="cuda"), torch.randn(3000, 100, device="cuda")

@@ -78,7 +78,6 @@ def test_the_gradient_of_several_matrices_is_that_of_each() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("ranges", [False, True])
 @pytest.mark.parametrize("group", [24, 64, 128, 4096, 5000])
 def test_the_fused_gradient_is_torchs(group: int, ranges: bool) -> None:

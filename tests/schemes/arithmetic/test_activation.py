@@ -49,7 +49,6 @@ def test_refuses_what_does_not_divide() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 128), (4, 32)])
 @pytest.mark.parametrize("k", [128, 4096, 28672])
