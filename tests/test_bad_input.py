@@ -526,11 +526,9 @@ def test_a_shortened_message_says_that_it_is() -> None:
 
 
 def test_calibration_text(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    model, text, recipe = (
-        make_model(vocab_size=4096),
-        tmp_path / "text.txt",
-        tmp_path / "recipe.yaml",
-    )
+    model = make_model(vocab_size=4096)
+    text = tmp_path / "text.txt"
+    recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "layers: "
         "[{match: '.*', scheme: w4a8-lqq, group_size: 64, layout: dual-mma}]\ntransforms: "

@@ -128,10 +128,8 @@ def zero_shot(model: PreTrainedModel, arguments: argparse.Namespace) -> dict[str
 def calibration(arguments: argparse.Namespace) -> list[dict[str, Tensor]]:
     """The windows that qtool draws with its seed 0, as batches of one."""
     source = Checkpoint(resolve(arguments.model))
-    text, vocabulary = (
-        corpora.load(arguments.calib, split="train").text,
-        source.config["vocab_size"],
-    )
+    text = corpora.load(arguments.calib, split="train").text
+    vocabulary = source.config["vocab_size"]
     ids = cut(
         token_ids(text, AutoTokenizer.from_pretrained(source.directory), vocabulary),
         samples=arguments.samples,

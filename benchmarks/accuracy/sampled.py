@@ -85,10 +85,8 @@ def main() -> None:
     arguments = parser.parse_args()
     source = resolve(arguments.model)
     base = load(source, dtype=torch.float32, device=arguments.device)
-    calibration, windows = (
-        sample(base, arguments.calibration, arguments.length, seed=0),
-        sample(base, arguments.windows, arguments.length, seed=1),
-    )
+    calibration = sample(base, arguments.calibration, arguments.length, seed=0)
+    windows = sample(base, arguments.windows, arguments.length, seed=1)
     full = measured(base, windows)
     print(f"full precision: perplexity {full['perplexity']:.3f}\n")
     print(

@@ -31,11 +31,9 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.py: a CUDA device is needed")
-    names, models, sizes = (
-        args.columns.split(","),
-        args.models.split(","),
-        [int(m) for m in args.tokens.split(",")],
-    )
+    names = args.columns.split(",")
+    models = args.models.split(",")
+    sizes = [int(m) for m in args.tokens.split(",")]
     shapes = [shape for model in models for shape in MODELS[model].values()]
     chosen = ((COLUMNS[name], m, *shape) for name in names for m in sizes for shape in shapes)
     compile_all((column.source(m, n, k) for column, m, n, k in chosen), "sm_90a")

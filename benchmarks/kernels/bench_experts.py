@@ -154,10 +154,8 @@ def times(
     make: Callable[[Shape], Layer], shape: Shape, bits: float, sizes: list[int]
 ) -> list[float]:
     """Microseconds of a layer, for each number of tokens."""
-    layers, found = (
-        [make(shape) for _ in range(copies(shape.experts * shape.weights * bits / 8))],
-        [],
-    )
+    layers = [make(shape) for _ in range(copies(shape.experts * shape.weights * bits / 8))]
+    found = []
     for tokens in sizes:
         torch.manual_seed(tokens)
         found.append(graph_us([partial(layer, *routed(shape, tokens)) for layer in layers]))

@@ -32,10 +32,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of what is not quantized")
     args = parser.parse_args()
     text = corpora.load(args.text, split=corpora.TEST).text
-    model, tokenizer = (
-        load(args.directory, dtype=getattr(torch, args.dtype)),
-        load_tokenizer(args.directory),
-    )
+    model = load(args.directory, dtype=getattr(torch, args.dtype))
+    tokenizer = load_tokenizer(args.directory)
     exact = QuantLinear.reference
 
     def noisy(linear: QuantLinear, x: Tensor) -> Tensor:
@@ -50,10 +48,8 @@ def main() -> None:
         windows = torch.tensor(found.window_nll, dtype=torch.float64)
         first = windows if draw == 0 else first
         difference = windows - first
-        change, chance = (
-            float(difference.mean().expm1()),
-            float(difference.std() / len(windows) ** 0.5),
-        )
+        change = float(difference.mean().expm1())
+        chance = float(difference.std() / len(windows) ** 0.5)
         print(f"{args.directory.name} {args.dtype} draw {draw}: {found.perplexity:.5f}", end=" ")
         print(
             f"({change:+.1e}, by chance {chance:.1e})" if draw else f"({found.tokens} tokens)",

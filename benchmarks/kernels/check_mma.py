@@ -170,10 +170,8 @@ class Case:
         """
         case, dtype = self, torch.int32
         if self.operand.tiles == mma.NARROW_TILES:
-            case, dtype = (
-                replace(self, weight=replace(self.weight, scale1=torch.ones_like(self.scale))),
-                torch.float32,
-            )
+            case = replace(self, weight=replace(self.weight, scale1=torch.ones_like(self.scale)))
+            dtype = torch.float32
         got = case.run(
             tile, x, torch.ones(len(x), len(self.scale), device="cuda"), None, dtype
         ).long()

@@ -102,10 +102,8 @@ def main() -> None:
     for name, (n, k) in MODELS[args.model].items():
         weights = column.weights(n, k)
         for m in sizes:
-            x, out = (
-                torch.randn(m, k, device="cuda").to(bf16),
-                torch.empty(m, n, dtype=bf16, device="cuda"),
-            )
+            x = torch.randn(m, k, device="cuda").to(bf16)
+            out = torch.empty(m, n, dtype=bf16, device="cuda")
 
             def microseconds(
                 tile: HalfTile | Tile, x: torch.Tensor = x, out: torch.Tensor = out

@@ -102,10 +102,8 @@ def main() -> None:
             measured.enter_context(named(owner, attribute))
         measured.enter_context(mock.patch.object(quantize, "PhaseTimer", Kept))
         for layers in (1, chosen.layers):  # the first run includes the kernels' compilation
-            source, out = (
-                chosen.directory / f"source-{layers}",
-                chosen.directory / f"ranks-{ranks.size()}",
-            )
+            source = chosen.directory / f"source-{layers}"
+            out = chosen.directory / f"ranks-{ranks.size()}"
             if ranks.rank() == 0:
                 if not source.exists():
                     make(

@@ -104,11 +104,9 @@ def _model(variant: str, directory: Path) -> Path:
 
 def _expected(native: Path, out: Path, name: str) -> nn.Module:
     """Our model in float32 with the weights that a loader of the export computes with."""
-    target, checkpoint, model = (
-        export_formats.get(name),
-        Checkpoint(out),
-        load(native, dtype=torch.float32),
-    )
+    target = export_formats.get(name)
+    checkpoint = Checkpoint(out)
+    model = load(native, dtype=torch.float32)
     weights = {}
     for linear, module in quantized_linears(model).items():
         stored = {

@@ -124,10 +124,8 @@ def weight(parameters: Mapping[str, Tensor], export: str) -> Tensor:
             for part in ("qweight", "qzeros")
         )
     else:
-        codes, zero = (
-            nibbles(parameters["qweight"], 0),
-            nibbles(parameters["qzeros"], 1) + (export == "gptq"),
-        )
+        codes = nibbles(parameters["qweight"], 0)
+        zero = nibbles(parameters["qzeros"], 1) + (export == "gptq")
     size = codes.shape[0] // scale.shape[0]
     return ((codes - zero.repeat_interleave(size, 0)) * scale.repeat_interleave(size, 0)).t()
 
@@ -164,10 +162,8 @@ def quantized(
 def ours(native: Path) -> dict[str, Tensor]:
     """Our weights by name; the rows of a fused linear are in vLLM's order query, key, value."""
     checkpoint = Checkpoint(native)
-    checkpoint_format, family = (
-        native_format(checkpoint.config),
-        family_of(checkpoint.config["model_type"]),
-    )
+    checkpoint_format = native_format(checkpoint.config)
+    family = family_of(checkpoint.config["model_type"])
     settings: SimpleNamespace = family.settings(checkpoint.config)
     found = {}
     for name in packed_names(checkpoint):

@@ -43,10 +43,8 @@ def test_tokens_of_a_model_without_a_cache_of_these_tokens(model_type: str, tmp_
 
 def test_parts_are_written_one_after_another(make_model: MakeModel) -> None:
     model = load(make_model("llama"), dtype=torch.float32)
-    whole, parts = (
-        continued(model, texts(), 40, seed=0),
-        continued(model, texts(), 40, seed=0, batch_size=3),
-    )
+    whole = continued(model, texts(), 40, seed=0)
+    parts = continued(model, texts(), 40, seed=0, batch_size=3)
     assert whole.shape == parts.shape == (4, 40)
     assert torch.equal(continued(model, texts()[:3], 40, seed=0), parts[:3])
     assert torch.equal(parts[:, :5], texts())

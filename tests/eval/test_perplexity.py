@@ -129,10 +129,8 @@ def test_refusals(model, tokenizer):
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
 def test_trained_model_on_wikitext2():
     path = DATA / "models" / "tinystories-656K"
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(path),
-        AutoTokenizer.from_pretrained(path),
-    )
+    model = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     lines = (DATA / "wikitext2" / "wiki.test.raw").read_text().splitlines(keepends=True)[:200]
     text = "\n\n".join(
         line if line.strip() else "" for line in lines

@@ -337,11 +337,9 @@ def test_plan_of_a_config_alone_says_what_it_lacks(gptq: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, NoSpace("no space left")])
 def test_a_killed_import_continues(end: Any, gptq: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, killed, put = (
-        imported(gptq, gptq.with_name("whole")),
-        gptq.with_name("killed"),
-        Output.write_shard,
-    )
+    whole = imported(gptq, gptq.with_name("whole"))
+    killed = gptq.with_name("killed")
+    put = Output.write_shard
 
     def once(self: Output, shard: int, *rest: Any) -> None:
         if shard == 2:

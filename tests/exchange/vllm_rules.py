@@ -160,11 +160,9 @@ def compressed(config: Mapping[str, Any]) -> Callable[[str], Stored | None]:
             if any(matches(name, t) for t in group.targets)
         ]
         assert len(groups) == 1, f"{name} is the target of {len(groups)} groups"
-        weights, inputs, kind = (
-            groups[0].weights,
-            groups[0].input_activations,
-            groups[0].format or parsed.format,
-        )
+        weights = groups[0].weights
+        inputs = groups[0].input_activations
+        kind = groups[0].format or parsed.format
         size = weights.group_size if weights.strategy == "group" else None
         facts = (
             kind,

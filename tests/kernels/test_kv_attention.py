@@ -157,10 +157,8 @@ def test_append_weighs_errors_by_the_importance_of_their_channels() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str) -> None:
-    lengths, mask = (
-        torch.tensor([50, 9], dtype=torch.int32),
-        torch.ones(BATCH, 2, 50, dtype=torch.bool),
-    )
+    lengths = torch.tensor([50, 9], dtype=torch.int32)
+    mask = torch.ones(BATCH, 2, 50, dtype=torch.bool)
     torch.library.opcheck(kv_attention, (), arguments(name, queries=2, lengths=lengths, mask=mask))
     x = random(BATCH, HEADS, 3, 32)
     torch.library.opcheck(kv_append, (x,), {**room(name, x), "tokens": 20, "lengths": None})

@@ -57,11 +57,9 @@ def test_in_order_groups_equal_the_cpu_to_the_bit(
 @pytest.mark.parametrize("m", [1, 300])
 def test_so_do_those_of_ampere_and_ada(layout: str, group: int | None, mixed: bool, m: int) -> None:
     torch.manual_seed(0)
-    x, weight, bias = (
-        torch.randn(m, 1024),
-        torch.randint(-8, 8, (192, 1024), dtype=torch.int8),
-        torch.randn(192),
-    )
+    x = torch.randn(m, 1024)
+    weight = torch.randint(-8, 8, (192, 1024), dtype=torch.int8)
+    bias = torch.randn(192)
     blocks = (torch.arange(8) % 2).to(torch.uint8) if mixed else None
     codes, sx = quantize_packed_groups(x, None, None, blocks, "none", 0.0, group, layout)
     scale, qweight = torch.rand(8, 192), layouts.get(layout).pack(weight)["qweight"]

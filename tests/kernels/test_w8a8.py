@@ -20,11 +20,9 @@ def test_is_the_schemes_matmul_and_passes_opcheck() -> None:
 
 
 def test_refuses_in_one_sentence() -> None:
-    x, weight, one = (
-        torch.zeros(4, 128, dtype=torch.int8),
-        torch.zeros(96, 128, dtype=torch.int8),
-        torch.ones(4),
-    )
+    x = torch.zeros(4, 128, dtype=torch.int8)
+    weight = torch.zeros(96, 128, dtype=torch.int8)
+    one = torch.ones(4)
     with pytest.raises(QtoolError, match="N and K must be multiples of 64"):
         w8a8_gemm(x, one, weight, torch.ones(96), None, torch.bfloat16)
     with pytest.raises(QtoolError, match=r"scale has shape \(9,\)"):

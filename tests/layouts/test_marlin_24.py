@@ -34,10 +34,8 @@ def every_quad() -> Tensor:
 
 def compressed(codes: Tensor) -> tuple[Tensor, Tensor]:
     """Values ``[N, K / 2]`` and position nibbles ``[N, K / 4]``, quad by quad."""
-    values, nibbles = (
-        torch.zeros(N, K // 2, dtype=torch.long),
-        torch.zeros(N, K // 4, dtype=torch.long),
-    )
+    values = torch.zeros(N, K // 2, dtype=torch.long)
+    nibbles = torch.zeros(N, K // 4, dtype=torch.long)
     for n, quad in product(range(N), range(K // 4)):
         four = codes[n, 4 * quad : 4 * quad + 4].tolist()
         nibble = POSITIONS[tuple(i for i in range(4) if four[i] != 8)]

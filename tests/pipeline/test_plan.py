@@ -166,10 +166,8 @@ def test_the_inputs_of_all_experts_cost_one_forward(
 ) -> None:
     """Of the quantized path alone. It ends where they are reached, though 2 and 3 get no token."""
     source = make_model("qwen2_moe")
-    model, job = (
-        AutoModelForCausalLM.from_pretrained(source),
-        Job.of(Checkpoint(source).config, GPTQ),
-    )
+    model = AutoModelForCausalLM.from_pretrained(source)
+    job = Job.of(Checkpoint(source).config, GPTQ)
     separate_experts(model)
     family, shape = job.block_family(0), block_shape(job, 0, 4, 24)
     batches = first_inputs(model, family, list(torch.arange(96).view(4, 24).split(2)))

@@ -64,10 +64,8 @@ def test_the_line_through_the_codes_beats_the_whole_range(channels: int) -> None
 
 def test_a_refit_never_costs_and_leaves_residuals_that_a_line_cannot_explain() -> None:
     x = torch.randn(500, 64, generator=torch.Generator().manual_seed(0))
-    scale, zero = (
-        torch.full((500, 1), 0.5, dtype=torch.float16),
-        torch.full((500, 1), 6.5, dtype=torch.float16),
-    )
+    scale = torch.full((500, 1), 0.5, dtype=torch.float16)
+    zero = torch.full((500, 1), 6.5, dtype=torch.float16)
     codes = rounded_on(x, scale, zero)
     better = refit(x, codes, scale, zero)
     assert (squared_error(x, *better) <= squared_error(x, codes, scale, zero)).all()
@@ -182,10 +180,8 @@ def weighed(x: torch.Tensor, importance: torch.Tensor, kv: KV4) -> torch.Tensor:
 
 
 def test_errors_count_by_importance() -> None:
-    x, importance = (
-        heads(),
-        torch.exp(2 * torch.randn(2, 64, generator=torch.Generator().manual_seed(1))),
-    )
+    x = heads()
+    importance = torch.exp(2 * torch.randn(2, 64, generator=torch.Generator().manual_seed(1)))
     plain, weighing = (weighed(x, importance, KV4(importance=w)) for w in (None, importance))
     assert weighing.sum() < 0.85 * plain.sum()
     alike = KV4(importance=torch.ones(2, 64)).quantize(x)
@@ -212,18 +208,14 @@ def test_a_line_is_fitted_three_times_from_nineteen_twentieths_of_the_range(weig
 
 
 def test_a_refit_lowers_what_errors_count_and_rounds_go_on() -> None:
-    x, importance = (
-        heads()[0],
-        torch.exp(torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1))),
-    )
+    x = heads()[0]
+    importance = torch.exp(torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1)))
 
     def cost(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
         return (((codes.float() - zero.float()) * scale.float() - x).square() * importance).sum(-1)
 
-    scale, zero = (
-        torch.full((2, 128, 1), 0.4, dtype=torch.float16),
-        torch.full((2, 128, 1), 7.5, dtype=torch.float16),
-    )
+    scale = torch.full((2, 128, 1), 0.4, dtype=torch.float16)
+    zero = torch.full((2, 128, 1), 7.5, dtype=torch.float16)
     line, costs = (rounded_on(x, scale, zero), scale, zero), []
     for _ in range(3):
         costs.append(cost(*line))

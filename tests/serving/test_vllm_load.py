@@ -71,10 +71,8 @@ def require_rank(layer: Any, checkpoint: Checkpoint, rank: int, ranks: int) -> N
     method = layer.quant_method
     found, (piece,) = method.format, method.pieces
     stored = {name: getattr(layer, attribute) for name, attribute in piece.items()}
-    k, rows = (
-        getattr(layer, "input_size_per_partition", layer.input_size),
-        torch.cat(rank_rows(layer, rank, ranks)),
-    )
+    k = getattr(layer, "input_size_per_partition", layer.input_size)
+    rows = torch.cat(rank_rows(layer, rank, ranks))
     columns = (
         slice(rank * k, (rank + 1) * k) if isinstance(layer, RowParallelLinear) else slice(None)
     )

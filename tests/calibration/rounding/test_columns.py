@@ -181,10 +181,8 @@ def test_pruned_weights_are_zero_and_the_others_make_up_for_it() -> None:
     weight, hessian = correlated(16, 32)
     step = weight.abs().amax(1, keepdim=True) / 7
     bound = torch.full_like(step, 8, dtype=torch.int32)
-    grid, group = (
-        Grid(step, torch.zeros_like(step), -bound, bound - 1),
-        torch.zeros(32, dtype=torch.long),
-    )
+    grid = Grid(step, torch.zeros_like(step), -bound, bound - 1)
+    group = torch.zeros(32, dtype=torch.long)
     keep = torch.rand(16, 32, generator=torch.Generator().manual_seed(2)) < 0.5
     error = torch.zeros_like(weight)
     codes = sweep_one(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, keep=keep)

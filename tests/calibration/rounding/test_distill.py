@@ -329,10 +329,8 @@ def test_the_gradient_reaches_both_bounds(name: str) -> None:
         for t in (grid.value(grid.nearest(weight)), grid.offset, grid.offset + 15 * grid.step)
     )
     low, width = low[..., None], (high - low)[..., None]
-    below, above = (
-        weight < value - grid.step[..., None] / 2,
-        weight > value + grid.step[..., None] / 2,
-    )
+    below = weight < value - grid.step[..., None] / 2
+    above = weight > value + grid.step[..., None] / 2
     assert below.any() and above.any() and not (below | above).all()
     inside = ~(below | above)
     to_high = torch.where(inside, value - weight, value - low) / width  # of V by the upper bound

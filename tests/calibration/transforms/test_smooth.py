@@ -147,10 +147,8 @@ def test_reported_errors_are_mean_squares_of_the_quantized_outputs(llama, blocks
 
 def test_dead_channels_move_with_the_others():
     """By the geometric mean of their factors, which an outlier shrinks; alone they keep 1."""
-    amax, weights = (
-        torch.tensor([0.0, 2.0, 1.0, 1.0, 64.0]),
-        torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]),
-    )
+    amax = torch.tensor([0.0, 2.0, 1.0, 1.0, 64.0])
+    weights = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0])
     factor = smoothing_factor(amax, weights, 1, 0)
     torch.testing.assert_close(factor, torch.tensor([0.5, 0.5, 0.125, 0.125, 8.0]))
     assert smoothing_factor(amax[:2], weights[:2], 0.5, 0.5).tolist() == [1, 1]

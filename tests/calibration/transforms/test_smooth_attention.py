@@ -116,11 +116,9 @@ def test_scores_do_not_notice_a_key_transform(rotary):
     transform = KeyTransform(torch.rand(2, 16) + 0.5, torch.randn(2, rotary // 2))
     pairs = slice(0, rotary // 2), slice(rotary // 2, rotary)
     transform.factor[:, pairs[1]] = transform.factor[:, pairs[0]]
-    keys, queries, angles = (
-        torch.randn(2, 5, 16),
-        torch.randn(2, 5, 16),
-        torch.randn(5, rotary // 2),
-    )
+    keys = torch.randn(2, 5, 16)
+    queries = torch.randn(2, 5, 16)
+    angles = torch.randn(5, rotary // 2)
 
     def positioned(x):
         """RoPE: position t turns pair i by its own angle."""
