@@ -138,6 +138,30 @@ def logits() -> Callable[[PreTrainedModel], Tensor]:
     return run
 
 
+def random_block(
+    scheme: Scheme, lengths: Sequence[int], *, hidden_size: int, num_attention_heads: int
+) -> tuple[Block, list[Batch]]:
+    """A random Llama block with one ``scheme``, and its inputs: two sequences of each length."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_attention_heads // 2,
+        max_position_embeddings=64,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    family = family_of("llama")
+    tokens = [torch.randint(61, (2, length)) for length in lengths]
+    batches = first_inputs(model, family, tokens)
+    module = model.get_submodule(family.blocks)[0]
+    return Block(0, module, family, config, dict.fromkeys(family.linears(), scheme)), batches
+
+
 @pytest.fixture
 def blocks() -> Callable[..., list[tuple[Block, list]]]:
     """Every block of a model with a scheme for all its linears, and its (full-precision) inputs."""

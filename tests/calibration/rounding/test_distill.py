@@ -7,9 +7,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from qtool.calibration.batch import Batch, BlockArguments, first_inputs
+from qtool.calibration.batch import Batch, BlockArguments
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import Reference, run
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
@@ -19,8 +18,8 @@ from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
 from qtool.calibration.rounding.gptq import rounding as gptq_rounding
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.errors import QtoolError
-from qtool.models import family_of
 from qtool.schemes import SCHEMES, get
+from tests.calibration.conftest import random_block
 
 WITH_ENDS = ["w4a8-qoq", "w4a8-qoq-g128", "w4a8-lqq"]
 QUICK = {"epochs": 3, "samples": 12, "weight_lr": 0.05}
@@ -28,27 +27,8 @@ QUICK = {"epochs": 3, "samples": 12, "weight_lr": 0.05}
 
 @pytest.fixture
 def block() -> tuple[Block, list]:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.1)
-    family = family_of("llama")
-    batches = first_inputs(
-        model, family, [torch.randint(61, (2, length)) for length in (24, 17, 32, 20, 24, 30)]
-    )
-    module = model.get_submodule(family.blocks)[0]
-    return Block(
-        0, module, family, config, dict.fromkeys(family.linears(), get("w4a4", 32))
-    ), batches
+    lengths = (24, 17, 32, 20, 24, 30)
+    return random_block(get("w4a4", 32), lengths, hidden_size=64, num_attention_heads=2)
 
 
 def distilled(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
@@ -27,7 +27,7 @@ from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.schemes import SCHEMES, Scheme, get
 from qtool.schemes.arithmetic.grid import Grid
-from tests.calibration.conftest import CONFIGS, make_model, solve
+from tests.calibration.conftest import CONFIGS, make_model, random_block, solve
 from tests.models.tiny import tiny_config
 
 DENSE = [name for name, scheme in SCHEMES.items() if scheme.sparsity is None]
@@ -387,25 +387,8 @@ def test_blocks_that_multiply_what_they_add_are_rounded_as_those_that_need_not()
 
 @pytest.fixture
 def block() -> tuple[Block, list]:
-    """A random Llama block of K = 128 and its inputs, sequences of different lengths."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.1)
-    family = family_of("llama")
-    tokens = [torch.randint(61, (2, length)) for length in (32, 17, 48, 25, 40, 64)]
-    batches = first_inputs(model, family, tokens)
-    module = model.get_submodule(family.blocks)[0]
-    return Block(0, module, family, config, dict.fromkeys(family.linears(), get("w4a16"))), batches
+    lengths = (32, 17, 48, 25, 40, 64)
+    return random_block(get("w4a16"), lengths, hidden_size=128, num_attention_heads=4)
 
 
 def test_a_block_is_rounded_better_than_to_nearest_and_the_same_twice(
