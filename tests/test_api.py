@@ -380,12 +380,13 @@ def test_an_export_lands_beside_the_model(make_model: MakeModel, tmp_path: Path)
 
 
 def test_keywords_are_those_of_an_evaluation() -> None:
+    # an engine: by its name in the API, by its class below
     asked = [
         parameter
         for function in (evaluate_checkpoints, load_tasks)
         for parameter in inspect.signature(function).parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "engine"
-    ]  # an engine: by its name in the API, by its class below
+    ]
     assert EvaluateKeywords.__annotations__ == {p.name: p.annotation for p in asked}
 
 

@@ -104,9 +104,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0, of every tool")
     arguments, options = parser.parse_known_args()
     options += ["--device", arguments.device] if arguments.device != "cpu" else []
-    arguments.work /= hashlib.sha256(" ".join(options).encode()).hexdigest()[
-        :8
-    ]  # results depend on these options
+    # results depend on these options
+    arguments.work /= hashlib.sha256(" ".join(options).encode()).hexdigest()[:8]
     arguments.work.mkdir(parents=True, exist_ok=True)
     rows = list(ROWS) if arguments.rows == "all" else arguments.rows.split(",")
     arguments.deadline = time.monotonic() + (arguments.total or math.inf)

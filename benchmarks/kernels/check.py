@@ -219,9 +219,8 @@ def small() -> int:
     wrong += [
         Case.random(s, g, 192, 384).verify(TILES[2], 5, torch.float32, True) for s, g in SCHEMES
     ]
-    many = Case.random(
-        "w4a8-lqq", 64, 128 * 71, 128
-    )  # a thread block has several tiles, the first or the last of them shared
+    # a thread block has several tiles, the first or the last of them shared
+    many = Case.random("w4a8-lqq", 64, 128 * 71, 128)
     wrong += [
         many.verify(tile, 2 * tile.tokens + 5, torch.bfloat16, False)
         for tile in TILES

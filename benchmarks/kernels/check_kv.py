@@ -190,17 +190,14 @@ class Case:
         found, again, (expected, magnitude) = self.run(), self.run(), self.reference()
         if not torch.equal(found, again):
             return "two runs differ"
-        half_unit = (
-            torch.finfo(found.dtype).eps / 2 * torch.exp2(expected.abs().log2().floor())
-        )  # 0 of 0
+        # 0 where 0 is expected
+        half_unit = torch.finfo(found.dtype).eps / 2 * torch.exp2(expected.abs().log2().floor())
         beyond = ((found.double() - expected).abs() - half_unit).clamp(min=0)
         error = float(beyond.norm() / expected.norm().clamp(min=1e-30))
         allowed = TOLERANCE + SCORES[self.shape.kv] * magnitude
-        return (
-            None
-            if error <= allowed
-            else f"differs from float64 by {error:.1e}; allowed are {allowed:.1e}"
-        )
+        if error <= allowed:
+            return None
+        return f"differs from float64 by {error:.1e}; allowed are {allowed:.1e}"
 
 
 def _prepare(shapes: list[Shape]) -> None:

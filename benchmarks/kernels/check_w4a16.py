@@ -154,9 +154,8 @@ def one_hot(variant: Variant, tile: AnyTile) -> str | None:
     scale = (scale * torch.randint(128, 256, scale.shape, device="cuda") / 128).to(variant.scale)
     codes = (torch.arange(n, device="cuda")[:, None] * 5 + torch.arange(k, device="cuda") * 3) % 16
     if variant.sparse:
-        pairs = torch.tensor(
-            list(itertools.combinations(range(4), 2)), device="cuda"
-        )  # every pair of positions
+        # every pair of positions
+        pairs = torch.tensor(list(itertools.combinations(range(4), 2)), device="cuda")
         kept = pairs[torch.randint(0, len(pairs), (n, k // 4), device="cuda")]
         codes = (
             torch.full((n, k // 4, 4), 8, device="cuda")

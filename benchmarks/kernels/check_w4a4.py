@@ -219,9 +219,8 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
             ]
             yield f"exact {kind} {tile}", next(filter(None, found), None)
             yield f"scaled {kind} {tile}", case.rounded(tile, tile.tokens + 5, torch.bfloat16, True)
-        case = Case.random(
-            *kind, 128 * 71, 1024
-        )  # some blocks have several tiles, some clusters share the last
+        # some blocks have several tiles, some clusters share the last
+        case = Case.random(*kind, 128 * 71, 1024)
         for tile in (t for t in tiles(kind) if t.split <= 2):
             yield (
                 f"many tiles {kind} {tile}",

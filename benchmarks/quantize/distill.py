@@ -182,9 +182,8 @@ def auto_round(
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     tool = AutoRound(
         model,
-        PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(WordLevel())
-        ),  # required, although the tokens are given as ids
+        # required, although the tokens are given as ids
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel())),
         scheme=TOOLS[arguments.tool],
         iters=steps(arguments),
         nsamples=arguments.samples,

@@ -36,9 +36,8 @@ from qtool.table import render
 
 TOOLS = ("qtool", "llm-compressor")
 HELD_OUT = 8
-DEVICE = (
-    "cuda" if torch.cuda.is_available() else "cpu"
-)  # cpu is for trying the script with --shape llama-tiny, not for measurements
+# cpu is for trying the script with --shape llama-tiny, not for measurements
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
@@ -151,9 +150,8 @@ def llm_compressor(arguments: argparse.Namespace, source: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     oneshot(
         model=model,
-        processor=PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(WordLevel())
-        ),  # required, although the tokens are given as ids
+        # required, although the tokens are given as ids
+        processor=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel())),
         dataset=torch.utils.data.DataLoader(batches, batch_size=None),
         recipe=[GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"])],
         num_calibration_samples=len(batches),

@@ -79,9 +79,8 @@ def test_scales_are_the_largest_keys_after_rope_and_values(any_model: PreTrained
     attention = attention_name(family)
     layer, found = cache.layers[0], stored[0]  # later blocks see quantized keys before them
     for name, seen in (("k_scale", layer.keys), ("v_scale", layer.values)):
-        once = seen[
-            :, :: seen.shape[1] // heads.kv
-        ]  # a kv head may come once for each of its query heads
+        # a kv head may come once for each of its query heads
+        once = seen[:, :: seen.shape[1] // heads.kv]
         torch.testing.assert_close(
             found[f"{attention}.{name}"] * 127, once.abs().amax((0, 2)), rtol=1e-5, atol=1e-6
         )

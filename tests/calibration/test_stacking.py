@@ -173,10 +173,8 @@ def test_a_block_is_rounded_to_the_same_bits(scheme, method, blocks, limited):
 def test_what_is_alike_has_one_scheme_and_shape(blocks):
     (block, _), *_ = blocks(make_model(CONFIGS["qwen3-moe"]))
     names = list(block.schemes)
-    assert sorted(len(same) for same in by_kind(block, names)) == [
-        2,
-        14,
-    ]  # k and v; q and o are as large as experts
+    # k and v; q and o are as large as experts
+    assert sorted(len(same) for same in by_kind(block, names)) == [2, 14]
     first, second = "mlp.experts.0.up_proj", "mlp.experts.1.up_proj"
     block.schemes[first] = get("w4a8-lqq", 64)
     del block.schemes[second]

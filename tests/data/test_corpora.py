@@ -184,8 +184,7 @@ def test_a_file_at_home(tmp_path, monkeypatch):
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
 def test_wikitext2_test_is_the_published_text():
     rows = corpora.load("wikitext2", split="test", data_dir=DATA).documents
-    assert (
-        len(rows) == 4358
-    )  # as the hub's test split; GPT-2 makes 287,644 tokens of the joined text
+    # as the hub's test split; GPT-2 makes 287,644 tokens of the joined text
+    assert len(rows) == 4358
     assert rows[:2] == ["", " = Robert Boulter = \n"]
     assert corpora.load("c4", split="test", data_dir=DATA).documents

@@ -132,9 +132,8 @@ def test_trained_model_on_wikitext2():
     model = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     lines = (DATA / "wikitext2" / "wiki.test.raw").read_text().splitlines(keepends=True)[:200]
-    text = "\n\n".join(
-        line if line.strip() else "" for line in lines
-    )  # as the hub's data set script makes rows
+    # as the hub's data set script makes rows
+    text = "\n\n".join(line if line.strip() else "" for line in lines)
     rows = corpora.load("wikitext2", split="test", data_dir=DATA).documents[:200]
     result = perplexity("\n\n".join(rows), model, tokenizer)
     assert result.seqlen == 512

@@ -109,9 +109,8 @@ def test_choices_equal_a_hand_computation(model, tokenizer, data_dir, batch_size
         torch.tensor(acc).double().std().item() / 2
     )
     assert (result.samples, result.origin) == (4, str(data_dir / "tasks" / "piqa.jsonl"))
-    assert (
-        len(set(acc)) == 2
-    )  # the random model is right somewhere and wrong somewhere: the test can fail
+    # the random model is right somewhere and wrong somewhere: the test can fail
+    assert len(set(acc)) == 2
 
 
 def test_a_task_of_ones_own_is_asked_as_written(model, tokenizer, tmp_path):

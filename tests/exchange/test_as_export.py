@@ -92,9 +92,8 @@ def test_every_scheme(
 ) -> None:
     native = quantized(make_model(dtype=torch.bfloat16), scheme, size)
     out = export(native, name, tmp_path / "out").directory
-    zero_points = (
-        scheme.startswith("w4a8-qoq") and name == W4A16
-    )  # transformers loads them one way only
+    # transformers loads them one way only
+    zero_points = scheme.startswith("w4a8-qoq") and name == W4A16
     assert_equal(native, name, out, dequantize=dequantize or zero_points, dtype=dtype)
     if zero_points:
         found, expected = (qtool.load_as_export(native, name, dequantize=d) for d in (False, True))

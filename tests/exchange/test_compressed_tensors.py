@@ -199,9 +199,8 @@ def test_configs(native: Native, exported: Export) -> None:
     library = pytest.importorskip("compressed_tensors.quantization")
     for scheme, size, name in EXACT:
         config = config_of(exported(native(scheme, size), name).directory)
-        library.QuantizationConfig.model_validate(
-            config
-        )  # no unknown key, no impossible combination
+        # no unknown key, no impossible combination
+        library.QuantizationConfig.model_validate(config)
         (group,) = config["config_groups"].values()
         assert config["format"] == group["format"]
         assert group["targets"] == ["Linear"]

@@ -105,13 +105,14 @@ def fields_of(ours: PreTrainedTokenizerFast, native: Native, tmp_path: Path) -> 
     [
         ({"normalizer": LEGACY}, True),  # Llama 2
         ({"normalizer": normalizers.Replace(" ", SPACE)}, False),
+        # Gemma
         (
             {
                 "normalizer": normalizers.Replace(" ", SPACE),
                 "pre_tokenizer": pre_tokenizers.Split(" ", "merged_with_previous"),
             },
             False,
-        ),  # Gemma
+        ),
         ({"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="never", split=False)}, False),
     ],
 )

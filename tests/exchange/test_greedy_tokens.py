@@ -81,9 +81,8 @@ def test_same_tokens_in_bfloat16(size: int, source: Path, tmp_path: Path) -> Non
     """Both round a weight once, to 16 bits, and multiply it by the same routine: nothing can part
     them.
     """
-    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(
-        source
-    )  # and so its scales
+    # a weight's scales have its dtype
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(source)
     native = quantize(
         Checkpoint(source), recipes.load("w4a16").with_group_size(size), tmp_path / "native"
     )

@@ -185,9 +185,8 @@ def test_every_layout_holds_the_same_weights(
 
 def test_what_a_layout_cannot_hold(make_model: MakeModel, tmp_path: Path) -> None:
     """By default such a linear is row-major; asked for by name the layout is refused."""
-    small = native(
-        make_model(num_key_value_heads=1, dtype=torch.bfloat16), w4a16(32)
-    )  # k and v have 32 outputs, MARLIN's tile 64
+    # k and v have 32 outputs, MARLIN's tile 64
+    small = native(make_model(num_key_value_heads=1, dtype=torch.bfloat16), w4a16(32))
     foreign = export(small, "gptq", tmp_path / "foreign").directory
     back = imported(foreign, tmp_path / "back")
     assert layouts(back) == {"row-major", "marlin"}

@@ -211,9 +211,8 @@ def test_the_result_is_that_of_the_merged_model(case: str, recipe: str, tmp_path
     assert "--compare" not in str(done)
     other = save_adapter(tmp_path / "other", factors(Q, 128, 128))
     with pytest.raises(QtoolError, match="exists already"):
-        qtool.quantize(
-            published, "w4a16", out=out[0], adapter=other, resume=True, **options
-        )  # another adapter is another job
+        # another adapter is another job
+        qtool.quantize(published, "w4a16", out=out[0], adapter=other, resume=True, **options)
 
 
 REFUSED: list[tuple[dict[str, Tensor], dict[str, Any], str]] = [

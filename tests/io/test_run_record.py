@@ -62,9 +62,8 @@ def test_a_resumed_run_adds_up(make_model: MakeModel, tmp_path: Path) -> None:
     found = read_run(out, job(out))
     assert found["attempts"][:-1] == first
     before, after = (attempt["shards"] for attempt in found["attempts"])
-    assert (
-        before >= 2 and after >= 1
-    )  # what waited for the disk when the run stopped was written, but not counted
+    # what waited for the disk when the run stopped was written, but not counted
+    assert before >= 2 and after >= 1
     assert found["seconds"] == sum(attempt["seconds"] for attempt in found["attempts"]) > 0
     assert (
         found["peak_host_bytes"] >= 1e7

@@ -119,9 +119,8 @@ def test_a_query_that_sees_nothing_gives_zeros_and_soft_capping_bends_scores(nam
     assert not out[0, :, 0].any() and out[0, :, 1].any() and not out[1].any()
     wide, narrow = (kv_attention(**call | {"softcap": cap}).float() for cap in (1e4, 1e-3))
     torch.testing.assert_close(wide, kv_attention(**call).float(), rtol=2e-3, atol=2e-3)
-    mean = (
-        dequantized(call, "v_")[:, :, :50].mean(2).repeat_interleave(GROUP, 1)
-    )  # all scores nearly equal
+    # all scores nearly equal
+    mean = dequantized(call, "v_")[:, :, :50].mean(2).repeat_interleave(GROUP, 1)
     torch.testing.assert_close(narrow[:, :, 1], mean, rtol=2e-3, atol=2e-3)
 
 

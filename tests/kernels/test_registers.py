@@ -27,9 +27,8 @@ def crowded_codes(low: Tensor, high: Tensor) -> Tensor:
     A word holds one code and three extremes, so that any carry out of a lane would change its
     neighbour.
     """
-    codes = torch.arange(16).repeat_interleave(
-        2
-    )  # each code beside lowest, then beside highest neighbours
+    # each code beside lowest, then beside highest neighbours
+    codes = torch.arange(16).repeat_interleave(2)
     lanes = torch.arange(32) % 4
     rows = []
     for lane_shift in range(4):  # four variants of the rows: the code walks through the lanes

@@ -213,9 +213,8 @@ def test_a_lane_finds_its_eight_scales_together(layout: object) -> None:
 
 def test_the_kernels_order_of_channel_scales_is_marlins() -> None:
     n = torch.arange(N)
-    place = (
-        n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 16 * 4 + n % 16 // 8 * 2 + n % 2
-    )  # Marlin::channel
+    # Marlin::channel
+    place = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 16 * 4 + n % 16 // 8 * 2 + n % 2
     assert torch.equal(MARLIN.pack_channel(n)[place], n)
 
 

@@ -120,9 +120,8 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
         for g in family.groups
     )
     gptq = Gptq(residual=0).work(shape)
-    assert (
-        before == gptq.forward_flops - 3 * shape.attention_flops()
-    )  # three of the four groups lie behind attention
+    # three of the four groups lie behind attention
+    assert before == gptq.forward_flops - 3 * shape.attention_flops()
     assert gptq.hessian_flops == 2 * 72 * sum(
         shape.linears[g.linears[0]][1] ** 2 for g in family.groups
     )
@@ -263,9 +262,8 @@ def test_a_plan_of_latent_attention_has_the_shapes_of_transformers(kind: str) ->
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
     shapes = Job.of(small, GPTQ).source_shapes()
-    theirs = {
-        name: t for name, t in model.state_dict().items() if ".experts." not in name
-    }  # stacked by transformers
+    # stacked by transformers
+    theirs = {name: t for name, t in model.state_dict().items() if ".experts." not in name}
     assert {name: shape for name, shape in shapes.items() if ".experts." not in name} == {
         name: tuple(t.shape) for name, t in theirs.items()
     }
@@ -276,9 +274,8 @@ def test_a_plan_of_deepseek_v3(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LARGE["deepseek-v3"]))
     planned = qtool.plan(str(tmp_path), "w4a8-lqq", recipe="fast")
     assert "mlp.experts.*.up_proj (256)" in as_text(planned)
-    assert (
-        round(planned.source_bytes / 2e9) == 671
-    )  # billions of parameters, as its authors count them
+    # billions of parameters, as its authors count them
+    assert round(planned.source_bytes / 2e9) == 671
 
 
 def test_deepseek_v3_fits_one_h200_by_every_recipe() -> None:
@@ -330,9 +327,8 @@ def test_what_learning_keeps_is_planned() -> None:
         assert name == "llama-3.1-405b" or seen < 0.5 * sum(map(sum, job.linears(0).values()))
     shape = block_shape(job, 0, 256, 2048)
     work = job.rounding.work(shape)
-    assert (
-        work.learning_flops == 27.5 * work.forward_flops
-    )  # 10 epochs: 7 of 8 sequences thrice, 1 of 8 once
+    # 10 epochs: 7 of 8 sequences thrice, 1 of 8 once
+    assert work.learning_flops == 27.5 * work.forward_flops
     assert work.learning_weights == 10 * 7 / 8 * 256 / job.rounding.iteration * shape.weights
 
 

@@ -462,9 +462,8 @@ def test_the_command_measures_what_a_baseline_allows(base, quantized, tmp_path):
     done = CliRunner().invoke(cli, ["report", str(quantized), *options])
     assert done.exit_code == 0, done.output
     page = Page((tmp_path / "r.html").read_text())
-    assert (
-        page.tags.count("svg") == 6 + 2 * 4 + 2
-    )  # quantized roles, pairs of ranges, keys and values
+    # quantized roles, pairs of ranges, keys and values
+    assert page.tags.count("svg") == 6 + 2 * 4 + 2
     assert page.words.count("The largest channel is") == 8
     assert page.loads == [] and page.open == []
 

@@ -81,9 +81,8 @@ def test_devices_agree_on_every_family(variant: str, monkeypatch: pytest.MonkeyP
 
     def hidden(seed: int, rounded: bool) -> Tensor:
         device = Device(seed)
-        monkeypatch.setattr(
-            torch, "softmax", lambda *a, **k: device.noisy(softmax(*a, **k))
-        )  # of the attention
+        # the attention's
+        monkeypatch.setattr(torch, "softmax", lambda *a, **k: device.noisy(softmax(*a, **k)))
         with torch.no_grad(), device, deterministic_arithmetic() if rounded else nullcontext():
             return model.get_decoder()(tokens, use_cache=False).last_hidden_state
 

@@ -31,6 +31,5 @@ def test_fused_norms_are_the_same_function(config, dtype: torch.dtype) -> None: 
     )
     for model in (fused, again):
         torch.testing.assert_close(model.model.layers[1].input_layernorm(x), expected, **tolerance)
-    assert "forward" in vars(fused.model.norm) or isinstance(
-        config, GemmaConfig
-    )  # Gemma's multiply by 1 + weight
+    # Gemma's multiply by 1 + weight
+    assert "forward" in vars(fused.model.norm) or isinstance(config, GemmaConfig)

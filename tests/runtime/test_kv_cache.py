@@ -67,13 +67,11 @@ def test_prefill_and_decode_equal_one_forward(name: str, dtype: torch.dtype) -> 
     with torch.no_grad():
         full = model(tokens_in, use_cache=False).logits
         cache = QuantCache.of(model)
-        cuts = (
-            (64, 32) if name == "kv4-channel" else (50, *[1] * 14, 32)
-        )  # a group is read in 16 bits till full
+        # a group is read in 16 bits till full
+        cuts = (64, 32) if name == "kv4-channel" else (50, *[1] * 14, 32)
         parts = [model(p, **{CACHE: cache}).logits for p in tokens_in.split(list(cuts), 1)]
-    close = {torch.float32: 5e-3, torch.bfloat16: 0.1}[
-        dtype
-    ]  # sums in another order move a few codes by one step
+    # sums in another order move a few codes by one step
+    close = {torch.float32: 5e-3, torch.bfloat16: 0.1}[dtype]
     assert (torch.cat(parts, 1) - full).norm() < close * full.norm()
     assert cache.get_seq_length() == 96 and cache.nbytes < cache.nbytes_16bit
 

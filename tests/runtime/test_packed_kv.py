@@ -70,9 +70,8 @@ def test_stored_bytes_are_bits_per_value_times_values(name: str) -> None:
     layer.update(x.transpose(1, 2).contiguous().transpose(1, 2), x)
     assert 8 * layer.nbytes == BITS[name] * 2 * x.numel()
     assert layer.nbytes_16bit == 2 * x.nbytes
-    layer.update(
-        tokens(3), tokens(3)
-    )  # a group of 8 stays open, in 16 bits; single tokens open new room
+    # a group of 8 stays open, in 16 bits; single tokens open new room
+    layer.update(tokens(3), tokens(3))
     room = layer.stored[0].capacity
     opened = 16.0 * 3 if room == 64 else BITS[name] * (room - 64)
     bits = BITS[name] * 64 + opened

@@ -127,9 +127,8 @@ def test_ends_move_apart_from_each_other_and_stay_legal_wherever_they_go(scheme:
         now = outer_values(scheme, scheme.with_clip_bounds(params, moved))
         change = now / float_scale_of_groups(params) - ends
         change = change.mean((1, 2)) / width.mean() * direction
-        assert (
-            change[end] > 0.1 and change[1 - end].abs() < 0.1
-        )  # integers: not just where it was asked to be
+        # integers: not just where it was asked to be
+        assert change[end] > 0.1 and change[1 - end].abs() < 0.1
     for reach in (1, 10, 1000):
         params = scheme.with_clip_bounds(params, ends + reach * width * torch.randn_like(ends))
         scheme.check(legal_codes(scheme, params, torch.rand_like(weight)), params)

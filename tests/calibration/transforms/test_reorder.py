@@ -229,9 +229,8 @@ def test_a_share_of_w4a4_work_is_kept_and_spent_well(wide, blocks):
     every, most = outcome(w4a4_share=1.0)
     assert (none, every) == (0, 1) and 0.6 <= some < 0.8
     assert least < error < 0.7 * most
-    assert (
-        outcome(ratio=10)[0] == outcome(ratio=10, w4a4_share=1.0)[0] < 1
-    )  # outliers, whatever the share
+    # outliers, whatever the share
+    assert outcome(ratio=10)[0] == outcome(ratio=10, w4a4_share=1.0)[0] < 1
     assert outcome(ratio=10, w4a4_share=0.3)[0] < 0.4
     for limit in ({"max_8bit_blocks": 0}, {"min_w4a4_share": 1.0}):
         assert outcome(ratio=10, w4a4_share=0.0, **limit)[0] == 1

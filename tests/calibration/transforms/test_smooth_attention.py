@@ -171,9 +171,8 @@ def test_each_head_takes_the_transform_that_serves_its_scores():
 def test_the_start_is_chosen_by_keys_that_the_fit_has_not_seen(llama, blocks, monkeypatch):
     block, _ = blocks(llama)[0]
     heads, dim = block.heads.kv, block.heads.dim
-    loud = [
-        [pair, pair + dim // 2] for pair in (2, 5)
-    ]  # in the first half of the sample, in the second
+    # in the first half of the sample, in the second
+    loud = [[pair, pair + dim // 2] for pair in (2, 5)]
     sample, factor = torch.randn(heads, 400, dim), torch.ones(2, heads, dim)
     for half, channels in enumerate(loud):
         sample[:, 200 * half : 200 * (half + 1), channels] *= 30
@@ -197,9 +196,8 @@ def test_keys_are_looked_at_as_they_meet_queries(any_model, blocks):
     block, batches = blocks(any_model)[0]
     _, keys = attended(block, batches)
     heads, dim = block.heads, block.heads.dim
-    mean = (
-        torch.cat(keys).mean((0, 2)).view(heads.kv, -1, dim)[:, 0]
-    )  # repeated for the query heads, or not
+    # repeated for the query heads, or not
+    mean = torch.cat(keys).mean((0, 2)).view(heads.kv, -1, dim)[:, 0]
     observed = observe_keys(block, batches, tokens=20)
     torch.testing.assert_close(observed.mean, mean, rtol=1e-3, atol=1e-5)
     assert observed.sample.shape[1] == 20

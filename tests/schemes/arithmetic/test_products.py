@@ -56,9 +56,8 @@ def test_groups_are_added_as_a_kernel_adds_them(size: int | None, bias: bool) ->
                 scaled = np.float32(int(qx[i, some].int() @ qw[j, some].int())) * np.float32(
                     sx[i, group]
                 )
-                addend = (
-                    float(b[j]) if b is not None and size is None else total
-                )  # a whole channel's is the epilogue
+                # a whole channel's is the epilogue
+                addend = float(b[j]) if b is not None and size is None else total
                 total = exact_fma(float(scaled), float(sw[j, group]), addend)
             want[i, j] = total if b is None or size is None else exact_fma(total, 1.0, float(b[j]))
     assert torch.equal(found, want)
