@@ -191,55 +191,19 @@ def graph_capture() -> str | None:
 def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
     """Each check's name, and the error or None; ``small`` has few launches (compute-sanitizer)."""
     if small:
-        for kind in KINDS:
-            for tile in tiles(kind)[::3]:
-                case = Case.random(*kind, 192, 1024)
-                yield f"w4ax {kind} {tile}", case.rounded(tile, 5, torch.bfloat16, True)
-        for fusion in FUSIONS:
-            yield (
-                f"quantize groups {fusion}",
-                quantization(3, 256, torch.bfloat16, fusion, 32, "apex4", True),
-            )
+        yield from small_checks()
         return
     jobs = [(kind, tile, dtype) for kind in KINDS for tile in tiles(kind) for dtype in DTYPES]
-    work = [(operand(*kind), tile, dtype) for kind, tile, dtype in jobs]
-    work += [
-        (operand(*kind), tile, torch.int32)
-        for kind in KINDS
-        if kind[1] is None
-        for tile in tiles(kind)
-    ]
-    compile_all((definition(*job) for job in work), "sm_90a")
+    sums = [(kind, tile, torch.int32) for kind in KINDS if kind[1] is None for tile in tiles(kind)]
+    compile_all((definition(operand(*kind), *job) for kind, *job in jobs + sums), "sm_90a")
     for kind in KINDS:
-        for tile in tiles(kind):
-            case = Case.random(*kind, 448, 1024 if kind[1] == 512 else 640)
-            found = [
-                case.exact(tile, tokens(m, case.codes.shape[1]))
-                for m in (1, 7, tile.tokens, tile.tokens + 3)
-            ]
-            yield f"exact {kind} {tile}", next(filter(None, found), None)
-            yield f"scaled {kind} {tile}", case.rounded(tile, tile.tokens + 5, torch.bfloat16, True)
-        # some blocks have several tiles, some clusters share the last
-        case = Case.random(*kind, 128 * 71, 1024)
-        for tile in (t for t in tiles(kind) if t.split <= 2):
-            yield (
-                f"many tiles {kind} {tile}",
-                case.rounded(tile, 2 * tile.tokens + 5, torch.bfloat16, True),
-            )
-        case = Case.random(*kind, 256, 1024)
-        eye = torch.eye(1024, dtype=torch.int8, device="cuda")
-        yield f"one-hot tokens {kind}", case.exact(TILES[-3], eye)
-    for dtype, fusion, arrangement in itertools.product(
-        (torch.bfloat16, torch.float32), FUSIONS, ARRANGEMENTS
+        yield from checks_of(kind)
+    sizes = ((4096, 128, True), (14336, 32, False), (1024, 512, True), (11008, None, False))
+    for dtype, fusion, arrangement, (k, group, mixed) in itertools.product(
+        (torch.bfloat16, torch.float32), FUSIONS, ARRANGEMENTS, sizes
     ):
-        for k, group, mixed in (
-            (4096, 128, True),
-            (14336, 32, False),
-            (1024, 512, True),
-            (11008, None, False),
-        ):
-            name = f"quantize groups K={k} g{group} {dtype} {fusion} {arrangement}"
-            yield name, quantization(5, k, dtype, fusion, group, arrangement, mixed)
+        name = f"quantize groups K={k} g{group} {dtype} {fusion} {arrangement}"
+        yield name, quantization(5, k, dtype, fusion, group, arrangement, mixed)
     yield "CUDA graph w4ax", graph_capture()
     for i in range(fuzz):
         kind, tile, dtype = random.choice(jobs)
@@ -250,6 +214,37 @@ def checks(fuzz: int, small: bool) -> Iterator[tuple[str, str | None]]:
         name = f"fuzz {i} {kind} M={m} N={n} K={k} {tile} {dtype}"
         wrong = case.rounded(tile, m, dtype, random.random() < 0.5)
         yield name, wrong or (case.exact(tile, tokens(m, k)) if dtype == torch.float32 else None)
+
+
+def small_checks() -> Iterator[tuple[str, str | None]]:
+    """Every third tile of each kind once, and the quantization with each fusion."""
+    for kind in KINDS:
+        for tile in tiles(kind)[::3]:
+            case = Case.random(*kind, 192, 1024)
+            yield f"w4ax {kind} {tile}", case.rounded(tile, 5, torch.bfloat16, True)
+    for fusion in FUSIONS:
+        wrong = quantization(3, 256, torch.bfloat16, fusion, 32, "apex4", True)
+        yield f"quantize groups {fusion}", wrong
+
+
+def checks_of(kind: tuple[str, int | None, torch.dtype]) -> Iterator[tuple[str, str | None]]:
+    """Every tile of the GEMM of one kind."""
+    for tile in tiles(kind):
+        case = Case.random(*kind, 448, 1024 if kind[1] == 512 else 640)
+        found = [
+            case.exact(tile, tokens(m, case.codes.shape[1]))
+            for m in (1, 7, tile.tokens, tile.tokens + 3)
+        ]
+        yield f"exact {kind} {tile}", next(filter(None, found), None)
+        yield f"scaled {kind} {tile}", case.rounded(tile, tile.tokens + 5, torch.bfloat16, True)
+    # some blocks have several tiles, some clusters share the last
+    case = Case.random(*kind, 128 * 71, 1024)
+    for tile in (t for t in tiles(kind) if t.split <= 2):
+        wrong = case.rounded(tile, 2 * tile.tokens + 5, torch.bfloat16, True)
+        yield f"many tiles {kind} {tile}", wrong
+    case = Case.random(*kind, 256, 1024)
+    eye = torch.eye(1024, dtype=torch.int8, device="cuda")
+    yield f"one-hot tokens {kind}", case.exact(TILES[-3], eye)
 
 
 if __name__ == "__main__":
