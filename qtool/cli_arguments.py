@@ -108,6 +108,7 @@ def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 FORMAT = Name(_formats)
 KV_NAME = Name(_kv_quantizers)
+FLOATS = click.Choice(["bfloat16", "float16", "float32"])
 MODEL = click.argument("model")
 SCHEME = click.option(
     "--scheme",
@@ -177,7 +178,7 @@ ACTIVATIONS = click.option(
 )
 CAST = click.option(
     "--dtype",
-    type=click.Choice(["bfloat16", "float16", "float32"]),
+    type=FLOATS,
     help="Dtype of all that is not packed; unchanged by default.",
 )
 KEEP_UNKNOWN = click.option(
@@ -197,8 +198,6 @@ TENSOR_PARALLEL = click.option(
     help="GPUs that the engine splits the model over.",
 )
 VERBOSE = click.option("-v", "--verbose", is_flag=True, help="One line per linear.")
-
-
 QUIET = click.option(
     "-q",
     "--quiet",
@@ -325,7 +324,7 @@ EVALUATE = _options(
     ),
     click.option(
         "--dtype",
-        type=click.Choice(["bfloat16", "float16", "float32"]),
+        type=FLOATS,
         help="Dtype of all that is not quantized.",
     ),
     click.option(
