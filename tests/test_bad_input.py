@@ -110,6 +110,38 @@ def test_a_config_that_transformers_cannot_make(  # type: ignore[no-untyped-def]
         assert not list(tmp_path.glob("refused*"))
 
 
+SENSITIVITY = ("--choices", "w4a16,w8a8", "--budget-bits", 5, "--calib", "demo", "--samples", 1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("quantize", "MODEL", "--scheme", "w4a8-lqq", "--calib", "demo", "--out", "OUT"),
+        ("eval", "demo", "--model", "MODEL", "--limit", 1),
+        ("eval", "demo_choice", "--model", "MODEL", "--limit", 1),
+        ("sensitivity", "MODEL", *SENSITIVITY, "--out", "OUT.yaml"),
+    ],
+    ids=lambda command: " ".join(map(str, command[:2])),
+)
+def test_a_model_whose_blocks_fail(  # type: ignore[no-untyped-def]
+    command: tuple[object, ...], make_model: MakeModel, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """Llama rotates whole heads, and here its frequencies are of half a head."""
+    model = make_model(vocab_size=4096)
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copyfile(file, model / file.name)
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+    edit_config(model, rope_parameters=rope)
+    monkeypatch.chdir(tmp_path)
+    words = [str(model) if word == "MODEL" else word for word in command]
+    code, message = qtool_run(monkeypatch, capsys, *words)
+    assert code == 2 and "Traceback" not in message
+    assert re.match(
+        r"qtool: transformers cannot run the model of config.json \(RuntimeError: The size of .*",
+        message.strip().splitlines()[-1],
+    )
+
+
 def test_offline_hub_is_one_sentence(tmp_path: Path) -> None:
     environment = {
         "HF_HUB_OFFLINE": "1",

@@ -21,6 +21,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.timing import phase
 from qtool.errors import Interrupted, QtoolError
 from qtool.models.architecture import dtype_name
+from qtool.models.auto import running
 from qtool.models.experts import SeparateExperts, expert_place
 from qtool.models.passed import as_arguments, handed_on
 
@@ -212,8 +213,15 @@ class Reference:
         _require_finite(self.block, list(self.moved.values()))
 
 
-class _AllSeen(Exception):
+class _AllSeen(BaseException):
     """Ends a forward once all observers have seen their input."""
+
+
+class _ObserverFailed(BaseException):
+    """Takes ``error``, which an observer raised, through the model's own code."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def _forward(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
@@ -223,7 +231,11 @@ def _forward(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
     kwargs = to_device(batch.kwargs[block.index], block.device)
     given = as_arguments(there, passes)
     block.update_module()
-    out = block.module(hidden, **(kwargs | given | extra))
+    try:
+        with running():
+            out = block.module(hidden, **(kwargs | given | extra))
+    except _ObserverFailed as failed:
+        raise failed.error from None
     returned = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     return {HIDDEN: returned[0], **handed_on(returned, given, passes)}
 
@@ -259,7 +271,10 @@ def _observe(
     seen: set[str] = set()
 
     def see(name: str, *inputs: Any) -> None:
-        observers[name](*inputs)
+        try:
+            observers[name](*inputs)
+        except Exception as error:
+            raise _ObserverFailed(error) from None
         seen.add(name)
         if len(seen) == len(observers) and not to_end:
             raise _AllSeen

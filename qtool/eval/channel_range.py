@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qtool.models import family_of
-from qtool.models.auto import text_model
+from qtool.models.auto import running, text_model
 from qtool.runtime.linear import QuantLinear
 
 
@@ -47,7 +47,7 @@ def channel_amax(model: PreTrainedModel, windows: Tensor) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     text = text_model(model)
-    with _watching(model, found):
+    with running(), _watching(model, found):
         for window in windows:
             text(input_ids=window[None].to(model.device), use_cache=False)
     return {name: amax.float().cpu() for name, amax in found.items()}

@@ -22,7 +22,7 @@ from qtool.errors import QtoolError
 from qtool.eval.engine import Engine, Model
 from qtool.eval.perplexity import require_embedded
 from qtool.models.architecture import context_length
-from qtool.models.auto import text_model
+from qtool.models.auto import running, text_model
 
 
 class MergedPairs(TemplateLM):
@@ -59,6 +59,14 @@ class MergedPairs(TemplateLM):
 
 class _InProcess(MergedPairs, HFLM):  # type: ignore[misc]
     """lm-eval's own class for transformers' models."""
+
+    def _model_call(self, *args: Any, **options: Any) -> Any:
+        with running():
+            return super()._model_call(*args, **options)
+
+    def _model_generate(self, *args: Any, **options: Any) -> Any:
+        with running():
+            return super()._model_generate(*args, **options)
 
 
 def language_model(model: Model, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:

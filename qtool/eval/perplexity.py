@@ -30,7 +30,7 @@ from qtool.eval.deterministic import arithmetic
 from qtool.eval.engine import Engine, Model
 from qtool.eval.results import standard_error
 from qtool.models.architecture import context_length
-from qtool.models.auto import text_model
+from qtool.models.auto import running, text_model
 
 SEQLEN = 2048
 FLOAT32_LOGITS = 2**25  # elements converted to float32 at once: 128 MiB
@@ -97,7 +97,8 @@ def perplexity(
 
     Raises:
         QtoolError: a text of fewer than two tokens, token ids that the model does not embed, NaN
-            logits, or a single window that does not fit the device's memory.
+            logits, a single window that does not fit the device's memory, or as
+            :func:`~qtool.models.auto.running`.
     """
     scorer = model if isinstance(model, Engine) else _InProcess(model, batch_size, deterministic)
     ids = _tokenize(text, scorer.vocabulary, tokenizer)
@@ -184,7 +185,8 @@ def _window_sums(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _forward_sums(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=batch, use_cache=False).logits[:, :-1]  # [b, s - 1, v]
+    with running():
+        logits = model(input_ids=batch, use_cache=False).logits[:, :-1]  # [b, s - 1, v]
     targets = batch[:, 1:]  # [b, s - 1]
     step = max(1, FLOAT32_LOGITS // (logits.shape[0] * logits.shape[2]))
     sums = torch.zeros(len(batch), dtype=torch.float64, device=batch.device)

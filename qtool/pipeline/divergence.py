@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
-from qtool.models.auto import text_model
+from qtool.models.auto import running, text_model
 
 
 class Probe:
@@ -29,7 +29,8 @@ class Probe:
         """KL(float || rounded) in nats a token, with the linears of these full names rounded.
 
         Raises:
-            QtoolError: the model's output has NaN or Inf.
+            QtoolError: the model's output has NaN or Inf, or as
+                :func:`~qtool.models.auto.running`.
         """
         total = 0.0
         with ExitStack() as stack:
@@ -46,7 +47,9 @@ class Probe:
 
     @torch.no_grad()
     def _log_probabilities(self, ids: Tensor) -> Tensor:
-        logits: Tensor = text_model(self.model)(ids.to(self.model.device), use_cache=False).logits
+        model = text_model(self.model)
+        with running():
+            logits: Tensor = model(ids.to(self.model.device), use_cache=False).logits
         return logits.log_softmax(-1, dtype=torch.float32)
 
 

@@ -112,6 +112,19 @@ def test_halves_show_no_input_twice(block_and_batch: tuple[Block, Batch]) -> Non
         torch.testing.assert_close(torch.cat(inputs), whole[name])
 
 
+def test_a_models_errors_are_told_from_observers(block_and_batch: tuple[Block, Batch]) -> None:
+    block, batch = block_and_batch
+
+    def fail(*_: object) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match=r"^no$"):
+        observe(block, [batch], {"mlp.up_proj": fail})
+    block.get("mlp.up_proj").register_forward_pre_hook(fail)
+    with pytest.raises(QtoolError, match=r"^transformers cannot run .* \(ValueError: no\)$"):
+        run(block, batch)
+
+
 def test_halves_leave_the_keys_mean(block_and_batch: tuple[Block, Batch]) -> None:
     """Keys of a batch whose memory ends behind the attention are seen more than once."""
     block, batch = block_and_batch
