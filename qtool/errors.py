@@ -96,6 +96,16 @@ def require_path(name: str, value: object) -> Path:
     return expand_home(value)
 
 
+def refuse_pipe(path: Path, expected: str = "a file") -> None:
+    """Refuse a pipe or a device, whose reading may not end.
+
+    Raises:
+        QtoolError: it is one; naming it and what is ``expected``.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise QtoolError(f"{path} is a pipe or a device, expected {expected}")
+
+
 def expand_home(path: str | PathLike[str]) -> Path:
     """``path`` with ``~`` replaced by the home directory, unchanged if there is no such user."""
     return Path(os.path.expanduser(path))

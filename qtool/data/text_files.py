@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from qtool.data.chat import Row
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, refuse_pipe
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 #: endings by which a name is taken to be a file's
@@ -66,8 +66,7 @@ def require(path: Path) -> None:
     """
     if path.is_dir():
         raise QtoolError(f"{path} is a directory, expected a text, .jsonl or .parquet file")
-    if path.exists() and not path.is_file():
-        raise QtoolError(f"{path} is a pipe or a device, expected a text, .jsonl or .parquet file")
+    refuse_pipe(path, "a text, .jsonl or .parquet file")
     if not path.is_file():
         raise QtoolError(f"{path} does not exist, expected a text, .jsonl or .parquet file")
 

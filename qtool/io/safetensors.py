@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from qtool.errors import Interrupted, NoSpace, NotDownloaded, QtoolError
+from qtool.errors import Interrupted, NoSpace, NotDownloaded, QtoolError, refuse_pipe
 
 DTYPES = {
     "F64": torch.float64,
@@ -147,8 +147,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 
     Raises:
         NotDownloaded: the file is missing or a pointer of Git LFS.
-        QtoolError: the file is truncated, not safetensors, has an unknown dtype, or overlapping or
-            out-of-range data.
+        QtoolError: it is no file, truncated, not safetensors, has an unknown dtype, or overlapping
+            or out-of-range data.
     """
     header, data, size = _stored_header(path)
     entries = {name: _entry(path, name, spec, data) for name, spec in header.items()}
@@ -167,6 +167,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 def _stored_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """The header without metadata, the position of the data after it, and the file's size."""
     try:
+        refuse_pipe(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

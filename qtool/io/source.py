@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError, in_one_line, require_path
+from qtool.errors import QtoolError, in_one_line, refuse_pipe, require_path
 from qtool.io.dequantize import FloatFormat, dequantized, published
 from qtool.io.integrity import INDEX, RECORD
 from qtool.io.safetensors import Entry, read, read_header
@@ -268,7 +268,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             of weights or a dtype that no weights have.
     """
     path = directory / "config.json"
-    if not path.is_file():
+    if not path.exists():
         raise QtoolError(_no_config(directory))
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
@@ -348,10 +348,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        QtoolError: the file cannot be read, is not UTF-8 without a byte order mark, which is all
-            that transformers reads, or holds something else.
+        QtoolError: it is no file, cannot be read, is not UTF-8 without a byte order mark, which is
+            all that transformers reads, or holds something else.
     """
     try:
+        refuse_pipe(path)
         content = path.read_bytes()
         if (encoding := json.detect_encoding(content)) != "utf-8":
             raise QtoolError(

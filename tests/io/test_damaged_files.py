@@ -1,6 +1,7 @@
 """Damaged files of a checkpoint: one sentence each, whatever is wrong."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 
 import qtool
 from qtool.errors import QtoolError
-from qtool.io.integrity import INDEX
+from qtool.io.integrity import CONFIG, INDEX
 from qtool.io.safetensors import read_header
 from qtool.io.source import SINGLE, Checkpoint
 from tests.conftest import MakeModel
@@ -49,6 +50,15 @@ def test_a_link_to_a_file_that_is_gone(name: str, sharded: Path) -> None:
     (sharded / INDEX).unlink()
     (sharded / name).symlink_to("blob")
     with pytest.raises(QtoolError, match=rf"{name}(: not readable .*No such file| is missing)"):
+        Checkpoint(sharded)
+
+
+@pytest.mark.parametrize("name", [CONFIG, INDEX, SINGLE])
+def test_a_pipe_is_not_waited_for(name: str, sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    (sharded / name).unlink(missing_ok=True)
+    os.mkfifo(sharded / name)
+    with pytest.raises(QtoolError, match=rf"{name} is a pipe or a device, expected a file"):
         Checkpoint(sharded)
 
 
