@@ -27,6 +27,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ class RunRecord:
         self.attempt = Attempt(
             datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), device_name(device)
         )
+        if ranks.rank() == 0:
+            for unfinished in self.path.parent.glob(f"{escape(self.path.name)}.*.tmp"):
+                unfinished.unlink(missing_ok=True)  # a killed run left it
         self.began = time.monotonic()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)

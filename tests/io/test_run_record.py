@@ -54,6 +54,13 @@ def test_it_lies_beside_and_the_checkpoint_stays_byte_identical(
     assert record_path(out).is_file() and record_path(killed).is_file()
 
 
+def test_a_killed_runs_unfinished_record_is_removed(tmp_path: Path) -> None:
+    own, other = tmp_path / "[out].run.json.1.tmp", tmp_path / "out.run.json.1.tmp"
+    own.touch(), other.touch()
+    RunRecord(tmp_path / "[out]", {}, CPU, continued=True).write()
+    assert set(tmp_path.iterdir()) == {other, tmp_path / "[out].run.json"}
+
+
 def test_a_resumed_run_adds_up(make_model: MakeModel, tmp_path: Path) -> None:
     source, out = make_model(num_hidden_layers=8), tmp_path / "out"
     interrupted(source, out)
