@@ -590,6 +590,16 @@ def test_quantized_models_are_not_quantized_again(refused, make_model: MakeModel
     refused("quantized already (quant_method 'gptq')", model)
 
 
+def test_an_output_with_a_name_too_long_for_the_files_beside_it(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    source, place = Checkpoint(make_model()), tmp_path / "out"
+    quantize(source, recipes.load("w4a16"), place / ("é" * 117))
+    with pytest.raises(QtoolError, match=r"its name has 235 bytes; at most 234 leave room"):
+        quantize(source, recipes.load("w4a16"), place / ("o" * 235))
+    assert len(list(place.iterdir())) == 2
+
+
 def test_output_that_holds_something_else(
     make_model: MakeModel, tmp_path, monkeypatch, capsys
 ) -> None:  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from qtool.io.source import BASE_CARD, CARD
 
 #: the run's own files, inside the directory it works in
 RUN, JOB, LOCK, REFUSED = ".run", "job.json", "lock", "refused"
+#: bytes of OUT's name, so that ``OUT.run.json.4194304.tmp`` beside it has at most 255
+LONGEST_NAME = 255 - len(".run.json.4194304.tmp")
 
 
 def require_new(directory: Path) -> None:
@@ -39,6 +42,11 @@ def require_new(directory: Path) -> None:
     Raises:
         QtoolError: it cannot become a result.
     """
+    if (length := len(os.fsencode(directory.name))) > LONGEST_NAME:
+        raise QtoolError(
+            f"{directory}: its name has {length} bytes; at most {LONGEST_NAME} leave room for the "
+            "endings of the files beside it"
+        )
     if directory.is_symlink() or directory.is_mount():
         raise QtoolError(
             f"{directory} is a symbolic link or a mount point, which the result cannot replace: "
