@@ -25,7 +25,7 @@ from qtool.errors import (
     require_path,
     require_positive,
 )
-from qtool.progress import Progress
+from qtool.progress import Progress, require_progress
 from qtool.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ def quantize(
     from qtool.pipeline.run import default_out, run
     from qtool.runtime.device import require_device
 
+    require_progress(progress)
     settings = QuantizeOptions.of({**options, "kv": kv})
     chosen = settings.recipe(scheme, recipe, calibrated=calibration is not None)
     device = str(require_device(device))
@@ -307,6 +308,7 @@ def sensitivity(
     from qtool.pipeline.sensitivity import write_recipe
     from qtool.runtime.device import require_device
 
+    require_progress(progress)
     device = str(require_device(device))
     with ranks.process_group(device) as own:
         if ranks.size() > 1:
@@ -418,6 +420,7 @@ def verify(
     from qtool.pipeline.verify import verify as verified
     from qtool.runtime.read_linear import packed_names
 
+    require_progress(progress)
     directory = _native(model)
     require_engine(_engine(engine), tensor_parallel)
     if engine is not None:
@@ -557,6 +560,7 @@ def export(
     from qtool.pipeline.quantize import require_apart
     from qtool.pipeline.run import default_out
 
+    require_progress(progress)
     directory, format = _native(model), export_formats.get(format).name
     target = default_out(model, format) if out is None else require_new_path("out", out)
     require_apart(target, directory)
@@ -590,6 +594,7 @@ def import_(
     """
     from qtool.pipeline.run import repack
 
+    require_progress(progress)
     return repack(model, require_new_path("out", out), layout, progress=progress)
 
 

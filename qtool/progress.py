@@ -7,10 +7,22 @@ from typing import Any
 
 from tqdm import tqdm
 
+from qtool.errors import QtoolError
+
 #: called with (done, total, notes) after each shard, block or linear
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 
 _silent = False
+
+
+def require_progress(value: object) -> None:
+    """Check that ``value`` is a :data:`Progress` or None.
+
+    Raises:
+        QtoolError: it is neither.
+    """
+    if value is not None and not callable(value):
+        raise QtoolError(f"progress {value!r}: a function of (done, total, notes) is expected")
 
 
 def silence(silent: bool) -> None:

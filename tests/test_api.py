@@ -81,6 +81,21 @@ def test_a_number_is_no_path(name: str) -> None:
         qtool.quantize("demo", "w4a16", **options)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda wrong: qtool.quantize("demo", "w4a16", progress=wrong),
+        lambda wrong: qtool.sensitivity("demo", ["w4a16"], 5, "out", progress=wrong),
+        lambda wrong: qtool.verify("demo", progress=wrong),
+        lambda wrong: qtool.export("demo", "gptq", progress=wrong),
+        lambda wrong: qtool.import_("demo", "out", progress=wrong),
+    ],
+)
+def test_progress_is_a_function(call: Callable[[Any], object]) -> None:
+    with pytest.raises(QtoolError, match=r"^progress 3: a function of \(done, total, notes\)"):
+        call(3)
+
+
 @pytest.mark.parametrize("out", [".", "..", Path("/")])
 @pytest.mark.parametrize(
     "call",
