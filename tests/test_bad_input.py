@@ -473,9 +473,10 @@ def test_a_mistake_is_named_once(
     out = tmp_path / "out"
     assert run("quantize", make_model(), "--scheme", "w8a8", "--out", out)[0] == 0
     again = run("quantize", out, "--scheme", "w8a8", "--out", tmp_path / "again")
-    once = "qtool: the model is quantized already, by qtool to w8a8: to quantize it otherwise pass"
+    once = "qtool: the model is a qtool checkpoint already, in w8a8: to quantize it otherwise pass"
     assert again == (2, f"{once} the original model")
     assert run("quantize", out, "--scheme", "w4a16", "--out", tmp_path / "again") == again
+    assert run("import", out, "--out", tmp_path / "again") == again
     data = run("report", out, "--data-dir", tmp_path)
     assert data == (2, f"qtool: --data-dir {tmp_path}: it is for --tasks, and none is named")
     (out / "config.json").rename(tmp_path / "config.json")

@@ -29,7 +29,7 @@ def import_format_of(config: Mapping[str, Any]) -> ImportFormat:
     method = quantization.get("quant_method")
     if method == "qtool":
         raise QtoolError(
-            f"the model is quantized already, by qtool to {quantization.get('scheme')}: to quantize"
+            f"the model is a qtool checkpoint already, in {quantization.get('scheme')}: to quantize"
             " it otherwise pass the original model"
         )
     if str(method) not in IMPORT_FORMATS:
