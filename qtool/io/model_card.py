@@ -19,6 +19,8 @@ TEMPLATE = """---
 
 {what}
 
+`{name}` below stands for this directory: write its path or its hub id.
+
 ## Load
 
 ```python
@@ -107,7 +109,7 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
         how = "\n".join(f"- {line}" for line in lines)
         serve = f"`{provenance['format']}`: {provenance['loaders']}."
         if "vLLM" in serve:
-            serve += f" In vLLM: `vllm serve {fills['path']}`."
+            serve += f" In vLLM: `vllm serve {fills['path']}`, by this directory's path or hub id."
         if notes:
             serve += " Exceptions for this model are among the notes below."
         return EXPORTED.format(what=what, serve=serve, how=how, **fills)

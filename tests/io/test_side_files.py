@@ -92,6 +92,8 @@ def test_the_card_says_how_it_was_made_and_keeps_the_bases(
     served = "`vllm serve llama-w4a16`"
     for text in ("import qtool", 'qtool.load("llama-w4a16")', served, "rtn", "README.base.md"):
         assert text in card
+    # a result does not depend on the name of its directory
+    assert "`llama-w4a16` below stands for this directory: write its path" in card
 
 
 def test_the_cards_commands_quote_the_name(make_model: MakeModel, tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_the_cards_commands_quote_the_name(make_model: MakeModel, tmp_path: Path
     assert "pretrained='a model-w4a16',dtype=auto" in card
     export(out, "compressed-tensors", tmp_path / "foreign")
     foreign = (tmp_path / "foreign" / "README.md").read_text()
-    assert "`vllm serve 'a model-compressed-tensors'`" in foreign
+    assert "`vllm serve 'a model-compressed-tensors'`, by this directory's path" in foreign
 
 
 def test_an_exports_card_says_how_many_weights_are_exact(
