@@ -409,7 +409,7 @@ def refused(directory: Path, message: str, error: type[QtoolError] = QtoolError)
             {"quant_method": "auto-round", "extra_config": {"x": {"bits": 8}}},
             "settings of its own for x",
         ),
-        ({"quant_method": "qtool", "scheme": "w8a8"}, "already, by qtool to w8a8: to quantize it"),
+        ({"quant_method": "qtool", "scheme": "w8a8"}, "a qtool checkpoint already, in w8a8: "),
         ({"checkpoint_format": "gptq_v2"}, "512 of 512 zero points are not 8"),
         ({"quant_method": ["gptq"]}, r"quant_method \['gptq'\] cannot be imported"),
         ({"dynamic": ["-:lm_head"]}, "quantization_config is damaged: AttributeError"),

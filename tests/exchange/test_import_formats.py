@@ -26,7 +26,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
         (GPTQ, r"quantized already .*'gptq'.*, or repack this GPTQ \(gptq\) with `qtool import`"),
         (GPTQ | {"bits": 8}, "already .* GPTQ with bits=8 cannot be imported.* dequantize this"),
         ({"quant_method": "hqq"}, "already .*'hqq' cannot be imported.* the original model"),
-        ({"quant_method": "qtool", "scheme": "w8a8"}, "already, by qtool to w8a8: to quantize it"),
+        ({"quant_method": "qtool", "scheme": "w8a8"}, "a qtool checkpoint already, in w8a8: "),
         ({"quant_method": "modelopt"}, "'modelopt' cannot be imported; .* dequantize this one"),
         (
             {
