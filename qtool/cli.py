@@ -275,10 +275,10 @@ def evaluate(
 def verify(model: str, verbose: bool, as_json: bool, **options: Any) -> None:
     """Check every packed linear of a quantized MODEL.
 
-    Shards, index and config.json have the bytes that were written, the scheme's invariants hold,
-    packing loses nothing, and the output is the reference's. Exit code 1 if a check fails. With
-    --engine vllm, vLLM loads MODEL: the right kernels must run, in its CUDA graphs too, and its
-    outputs must be those of qtool's runtime.
+    Shards, index, config.json and tokenizer have the bytes that were written, the scheme's
+    invariants hold, packing loses nothing, and the output is the reference's. Exit code 1 if a
+    check fails. With --engine vllm, vLLM loads MODEL: the right kernels must run, in its CUDA
+    graphs too, and its outputs must be those of qtool's runtime.
     """
     from qtool import api
 

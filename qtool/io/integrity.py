@@ -16,6 +16,11 @@ from typing import Any
 from qtool.errors import CheckFailed
 
 RECORD, CONFIG, INDEX = "qtool.json", "config.json", "model.safetensors.index.json"
+#: files that decide which token ids a text has
+TOKENIZER = (
+    *("tokenizer.*", "added_tokens.json", "vocab*", "merges.txt"),
+    *("*.model", "*.tiktoken", "tekken.json"),
+)
 CHANGED = "the file's sha256 is not the one recorded when it was written"
 UNREADABLE = "missing or damaged: the shards' hashes cannot be checked"
 
@@ -44,9 +49,12 @@ def read_record(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def recorded_hashes(directory: Path) -> dict[str, str]:
-    """The recorded sha256 of each shard, by name; empty if there is no record."""
-    found = read_record(directory).get("shards")
+def recorded_hashes(directory: Path, kind: str = "shards") -> dict[str, str]:
+    """The recorded sha256 of each shard, by name; empty if there is no record.
+
+    With the ``kind`` ``tokenizer`` it is that of each file of :data:`TOKENIZER`.
+    """
+    found = read_record(directory).get(kind)
     return found if isinstance(found, dict) else {}
 
 
@@ -90,14 +98,23 @@ def damaged_shards(directory: Path) -> Iterator[tuple[str, str]]:
                 yield shard, CHANGED
 
 
-def changed_json(directory: Path) -> Iterator[tuple[str, str]]:
-    """``(file, problem)`` for config.json and the index, if changed since they were written.
+def hashes_beside_shards(directory: Path) -> dict[str, Any]:
+    """The sha256 of config.json and of the index; under ``tokenizer`` those of its files."""
+    tokenizer = sorted({path.name for pattern in TOKENIZER for path in directory.glob(pattern)})
+    hashes: dict[str, Any] = {name: sha256_of(directory / name) for name in (CONFIG, INDEX)}
+    return hashes | {"tokenizer": {name: sha256_of(directory / name) for name in tokenizer}}
 
-    Loading accepts a change, which may be on purpose: an entry there lengthens the context.
+
+def changed_beside_shards(directory: Path) -> Iterator[tuple[str, str]]:
+    """``(file, problem)`` for each of :func:`hashes_beside_shards` that is not the recorded one.
+
+    Loading accepts a change, which may be on purpose: an entry of config.json lengthens the
+    context.
     """
     recorded = read_record(directory)
-    for name in (CONFIG, INDEX):
-        if name in recorded and sha256_of(directory / name) != recorded[name]:
+    hashes = {name: recorded[name] for name in (CONFIG, INDEX) if name in recorded}
+    for name, digest in (hashes | recorded_hashes(directory, "tokenizer")).items():
+        if sha256_of(directory / Path(name).name) != digest:
             yield name, CHANGED
 
 

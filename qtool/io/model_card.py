@@ -42,8 +42,8 @@ this checkpoint and says so. lm-eval's own command line:
 
 {how}
 
-`qtool.json` holds the whole recipe, the hashes of the calibration tokens, of config.json and of the
-weights' files, and the versions. `qtool verify {path}` checks the files.
+`qtool.json` holds the whole recipe, the hashes of the calibration tokens, of config.json, of the
+tokenizer's and the weights' files, and the versions. `qtool verify {path}` checks the files.
 {base}"""
 EXPORTED = """---
 {front}---

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
-from qtool.io.integrity import CONFIG, INDEX, RECORD, read_record, sha256_of
+from qtool.io.integrity import CONFIG, INDEX, RECORD, hashes_beside_shards, read_record
 from qtool.io.model_card import model_card
 from qtool.io.safetensors import Entry, read_header, write, write_json, write_text
 from qtool.io.source import BASE_CARD, CARD
@@ -310,7 +310,7 @@ class Output:
             "blocks", [self.records[shard]["notes"] for shard in range(2, self.shards)]
         )
         write_json(self.partial / CONFIG, config)
-        provenance |= {name: sha256_of(self.partial / name) for name in (CONFIG, INDEX)}
+        provenance |= hashes_beside_shards(self.partial)
         write_json(self.partial / RECORD, provenance)
         if self.directory.exists():
             self.directory.rmdir()  # it is empty: checked at the start

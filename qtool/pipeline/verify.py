@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat, native_format, same_bytes
-from qtool.io.integrity import changed_json, damaged_shards
+from qtool.io.integrity import changed_beside_shards, damaged_shards
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.torch_defaults import torch_defaults
@@ -49,7 +49,7 @@ class Verified:
 
 
 def verify(directory: Path, *, device: str | torch.device = "cpu") -> Iterator[Verified]:
-    """Check config.json, index, shards and packed linears of a native checkpoint.
+    """Check config.json, index, tokenizer, shards and packed linears of a native checkpoint.
 
     A checkpoint in which nothing is quantized is a problem too.
 
@@ -58,7 +58,7 @@ def verify(directory: Path, *, device: str | torch.device = "cpu") -> Iterator[V
     """
     where, checkpoint = require_device(device), Checkpoint(directory)
     checkpoint_format = native_format(checkpoint.config)
-    yield from (Verified(file, problem) for file, problem in changed_json(directory))
+    yield from (Verified(file, problem) for file, problem in changed_beside_shards(directory))
     yield from (Verified(shard, problem) for shard, problem in damaged_shards(directory))
     yield from _kv_scales(checkpoint, checkpoint_format.kv)
     stored = packed_names(checkpoint)

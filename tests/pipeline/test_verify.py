@@ -75,6 +75,19 @@ def test_a_config_or_an_index_that_was_edited(
     assert not [row for row in verify(native) if row.problem]
 
 
+def test_a_tokenizer_that_was_edited(make_model: MakeModel, tmp_path: Path) -> None:
+    """Its other files, which decide no token ids, may be."""
+    source, decides = make_model(), {"tokenizer.json", "spiece.model", "vocab.json"}
+    for name in decides | (may := {"tokenizer_config.json", "chat_template.jinja"}):
+        (source / name).write_text("{}")
+    native = quantize(Checkpoint(source), recipes.load("w4a16"), tmp_path / "native")
+    assert not [row for row in verify(native) if row.problem]
+    (native / "spiece.model").unlink()
+    for name in decides - {"spiece.model"} | may:
+        (native / name).write_text("{ }")
+    assert {row.name for row in verify(native) if row.problem} == decides
+
+
 @pytest.mark.parametrize(
     "other, problem", [("kv8", "a scale of the KV cache is missing"), ("kv9", "unknown --kv 'kv9'")]
 )
