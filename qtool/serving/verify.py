@@ -139,32 +139,24 @@ def _row(gemm: Gemm, checkpoint: Checkpoint) -> Verified:
     """The row that compares vLLM's layer with our linears of the checkpoint, on the same tokens."""
     checkpoint_format = native_format(checkpoint.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    x = torch.randn(
-        TOKENS,
-        gemm.k,
-        generator=torch.Generator().manual_seed(0),
-        dtype=torch.float32,
-        device="cpu",
-    )
+    random, size = torch.Generator().manual_seed(0), (TOKENS, gemm.k)
+    x = torch.randn(size, generator=random, dtype=torch.float32, device="cpu")
     x = x.to(device, gemm.dtype)
-    parts, same = [], gemm.kernel.exact
+    parts, equal = [], gemm.kernel.exact  # integer sums are equal, whichever tile adds them
     for name in gemm.names:
         linear_format = checkpoint_format.of(name)
         assert linear_format is not None
         linear = load_linear(checkpoint, name, linear_format, device)
         kernel = linear.kernel(device, x.dtype)
-        same = same and kernel in (gemm.kernel, None)
+        equal = equal and kernel in (gemm.kernel, None)  # None: the scheme's reference
         y = linear(x) if kernel is None else linear.multiply(x, kernel, x.dtype)
         parts.append(y[:, _rows(checkpoint, name)])
     expected = torch.cat(parts, -1).float()
     distance = float(
         (gemm.multiply(x).float() - expected).norm() / expected.norm().clamp(min=1e-30)
     )
-    problem = (
-        ""
-        if distance <= (0.0 if same else TOLERANCE)
-        else f"differs from our runtime by {distance:.1e}"
-    )
+    fits = distance <= (0.0 if equal else TOLERANCE)
+    problem = "" if fits else f"differs from our runtime by {distance:.1e}"
     return Verified(gemm.name, problem, f"{gemm.kernel.name}, {gemm.kernel.precision}", distance)
 
 
