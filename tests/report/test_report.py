@@ -2,6 +2,7 @@
 act.
 """
 
+import copy
 import json
 import re
 import shutil
@@ -280,6 +281,10 @@ def test_a_built_in_recipe_needs_no_file(base, tmp_path):
     assert report_commands.commands(found)[0] == command
     found.provenance["job"]["device"] = "cuda"
     assert report_commands.commands(found)[0] == command.replace(" --out", " --device cuda --out")
+    for key, other in (("match", "v_proj"), ("group_size", 32), ("layout", "other")):
+        changed = copy.deepcopy(found)
+        changed.quantization["rules"][-1][key] = other
+        assert report_commands.recipe_file(changed), key
 
 
 def test_the_commands_say_all_that_was_asked(base, tmp_path):
