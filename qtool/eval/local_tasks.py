@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.data import corpora
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, refuse_pipe
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -161,12 +161,14 @@ def build(
 
 
 def _read(path: Path) -> list[Row]:
+    refuse_pipe(path)
     try:
         rows = [
             json.loads(line)
             for line in path.read_text(encoding="utf-8-sig").split("\n")
             if line.strip()
         ]
+        json.dumps(rows, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (OSError, ValueError) as error:
         raise QtoolError(f"{path} is not JSON lines: {error}") from None
     if not rows or not all(isinstance(row, dict) for row in rows):

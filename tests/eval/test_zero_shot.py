@@ -3,6 +3,7 @@ network.
 """
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -300,12 +301,19 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
         ('{"query": "a", "choices": ["b", "c"], "gold": true}', "gold is True, expected"),
         ('{"context": "a", "continuation": 5}', "continuation is 5, expected a text"),
         ('{"context": "a", "continuation": ""}', "continuation is '', expected a text"),
+        (r'{"context": "a", "continuation": "\ud800"}', "is not JSON lines: .* surrogates not all"),
     ],
 )
 def test_malformed_files(tmp_path, content, message):
     path = tmp_path / "t.jsonl"
     path.write_text(content)
     with pytest.raises(QtoolError, match=message):
+        local_tasks.load("t", path, zero_shot._index)
+
+
+def test_a_pipe_is_no_task(tmp_path):
+    os.mkfifo(path := tmp_path / "t.jsonl")
+    with pytest.raises(QtoolError, match="is a pipe or a device, expected a file"):
         local_tasks.load("t", path, zero_shot._index)
 
 
