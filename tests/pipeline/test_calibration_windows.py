@@ -248,25 +248,6 @@ def test_how_many_at_once_is_a_matter_of_the_device() -> None:
     assert continuation_memory(job, 8, 10**9, cpu, 1e6).batch_size == 1
 
 
-@pytest.mark.parametrize(
-    ("window", "piece"),
-    [
-        (64, 64),
-        (255, 255),
-        (256, 128),
-        (509, 509),
-        (512, 128),
-        (1000, 250),
-        (2048, 256),
-        (8192, 256),
-    ],
-)
-def test_a_window_is_continued_in_equal_pieces(window: int, piece: int) -> None:
-    job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
-    found = continuation_memory(job, 3, window, torch.device("cpu"), 1e9)
-    assert (found.length, found.pieces) == (piece, 3 * window // piece)
-
-
 def test_a_model_that_a_gpu_cannot_hold_is_rounded() -> None:
     """One that it can is not, however little is left beside it; nor is any on a CPU."""
     job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
@@ -347,7 +328,8 @@ def test_long_windows_are_continued_in_pieces() -> None:
     job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
     for seqlen, pieces, length, given in [
         *[(2, 8, 2, 1), (8, 8, 8, 1), (15, 8, 15, 1), (16, 8, 16, 2)],
-        *[(511, 8, 511, 63), (512, 16, 256, 32), (1023, 24, 341, 42)],
+        *[(255, 8, 255, 31), (256, 16, 128, 16), (511, 8, 511, 63)],
+        *[(512, 32, 128, 16), (1000, 32, 250, 31), (1023, 24, 341, 42)],
         *[(1024, 32, 256, 32), (1031, 8, 1031, 128), (1600, 40, 320, 40)],
         *[(2048, 64, 256, 32), (4096, 128, 256, 32)],
     ]:
@@ -357,7 +339,7 @@ def test_long_windows_are_continued_in_pieces() -> None:
 
 def test_pieces_stand_where_their_text_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece is what the model makes of its beginning alone, as a window of its length is."""
-    monkeypatch.setattr(planning_memory, "PIECE_TOKENS", 32)
+    monkeypatch.setattr(planning_memory, "PIECE_TOKENS", (32, 32))
     given = torch.cat(list(cut("paper", windows="given", samples=3, seqlen=96).tokens))
     written = torch.cat(list(cut("paper", windows="continued", samples=3, seqlen=96).tokens))
     model = text_model(load(Checkpoint(DEMO), device="cpu", dtype=torch.float32))
