@@ -7,6 +7,7 @@ Legend: B sequences in a batch, S tokens, H hidden size, K input channels.
 """
 
 import copy
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -213,15 +214,8 @@ class Reference:
         _require_finite(self.block, list(self.moved.values()))
 
 
-class _AllSeen(BaseException):
+class _AllSeen(Exception):
     """Ends a forward once all observers have seen their input."""
-
-
-class _ObserverFailed(BaseException):
-    """Takes ``error``, which an observer raised, through the model's own code."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
 
 
 def _forward(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
@@ -232,12 +226,24 @@ def _forward(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
     given = as_arguments(there, passes)
     block.update_module()
     try:
+        out = block.module(hidden, **(kwargs | given | extra))
+    except Exception as error:
+        if _is_of_qtool(error):
+            raise
         with running():
-            out = block.module(hidden, **(kwargs | given | extra))
-    except _ObserverFailed as failed:
-        raise failed.error from None
+            raise
     returned = tuple(out) if isinstance(out, (tuple, list)) else (out,)
     return {HIDDEN: returned[0], **handed_on(returned, given, passes)}
+
+
+def _is_of_qtool(error: Exception) -> bool:
+    """Whether qtool's code, which a module of the model called, or what it called, raised ``error``.
+
+    That is an observer, a scheme that rounds, or a method.
+    """
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    next(frames)  # the function that called the module
+    return any(frame.f_globals.get("__name__", "").startswith("qtool.") for frame in frames)
 
 
 def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor] | None:
@@ -271,10 +277,7 @@ def _observe(
     seen: set[str] = set()
 
     def see(name: str, *inputs: Any) -> None:
-        try:
-            observers[name](*inputs)
-        except Exception as error:
-            raise _ObserverFailed(error) from None
+        observers[name](*inputs)
         seen.add(name)
         if len(seen) == len(observers) and not to_end:
             raise _AllSeen
