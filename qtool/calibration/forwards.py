@@ -237,9 +237,9 @@ def _forward(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
 
 
 def _is_of_qtool(error: Exception) -> bool:
-    """Whether qtool's code, which a module of the model called, or what it called, raised ``error``.
+    """Whether ``error`` passed through qtool's code after a module of the model was called.
 
-    That is an observer, a scheme that rounds, or a method.
+    Then an observer, a method or a scheme raised it.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     next(frames)  # the function that called the module
