@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) kv_attentio
     extern __shared__ __align__(16) u8 memory[];
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int split = blockIdx.x % p.splits, block = blockIdx.x / p.splits;
-    const int row0 = block % p.row_tiles * kRows, bh = block / p.row_tiles, rows = p.group * p.queries;
+    const int row0 = block % p.row_blocks * kRows, bh = block / p.row_blocks, rows = p.group * p.queries;
     grid_wait();
     grid_release();
     const Span span(p, bh, split, row0, lane);

@@ -27,7 +27,7 @@ struct Params {
     // `fewest` parts, or into more (up to `splits`) where these would be longer than LONGEST rounds
     // of WARPS tiles.
     float scaling, softcap;
-    int heads, group, queries, tokens, capacity, mask_tokens, splits, row_tiles, window, all_rows, table_stride, fewest;
+    int heads, group, queries, tokens, capacity, mask_tokens, splits, row_blocks, window, all_rows, table_stride, fewest;
 };
 
 constexpr float kLog2e = 1.4426950408889634f;

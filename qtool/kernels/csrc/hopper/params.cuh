@@ -15,7 +15,7 @@ struct Params {
     const void* scale1;  // [N] or [G, N], of `scale1_kind`
     const u8* zero1;     // [N], QoQ per channel, else null
     const void* bias;    // [N] of `bias_kind`, or null
-    const float* token_scale;  // [M], or null under 16-bit tokens
+    const float* token_scale;  // [M]; of s4 weights [G, M rounded up to 4]; null under 16-bit tokens
     const int* token_sum;      // [M] sums of the int8 tokens (4-bit weights)
     void* out;                 // [M, N]
     int m, n, k;
