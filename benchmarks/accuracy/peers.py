@@ -231,8 +231,8 @@ def share(accuracy: float, error: float) -> str:
 def rise(found: dict[str, Any], full: dict[str, Any]) -> str:
     """The rise of perplexity as text, as in the table of all schemes."""
     apart = [a - b for a, b in zip(found["window_nll"], full["window_nll"], strict=True)]
-    share = found["perplexity"] / full["perplexity"] - 1
-    return f"{100 * share:+.2f} ± {100 * error(apart):.2f} %"
+    ratio = found["perplexity"] / full["perplexity"]
+    return f"{100 * (ratio - 1):+.2f} ± {100 * ratio * error(apart):.2f} %"
 
 
 def beside(theirs: list[float], ours: list[float]) -> str:

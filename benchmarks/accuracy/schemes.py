@@ -144,7 +144,9 @@ def rise_and_error(found: dict[str, Any], full: dict[str, Any]) -> tuple[float, 
     The error is that over windows, each paired with itself in full precision.
     """
     pairs = zip(found["window_nll"], full["window_nll"], strict=True)
-    return found["perplexity"] / full["perplexity"] - 1, standard_error([a - b for a, b in pairs])
+    ratio = found["perplexity"] / full["perplexity"]
+    error = standard_error([a - b for a, b in pairs])  # of the ratio's logarithm
+    return ratio - 1, None if error is None else ratio * error
 
 
 def rise_text(rise: float, error: float | None) -> str:
