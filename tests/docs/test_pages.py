@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import qtool
-from qtool import api, layouts, schemes
+from qtool import api, calibration, layouts, schemes
 from tests.docs.pages import FENCE, PAGES, ROOT, name_of
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -53,6 +53,13 @@ def test_the_reference_has_every_layout() -> None:
 
 def test_the_reference_has_every_scheme() -> None:
     assert set(schemes.SCHEMES.values()) <= set(members_shown("schemes.md"))
+
+
+def test_the_reference_has_every_method() -> None:
+    page = (ROOT / "docs" / "reference" / "methods.md").read_text()
+    methods = {**calibration.TRANSFORMS, **calibration.ROUNDINGS}
+    own = {name for name, method in methods.items() if method.__module__.startswith("qtool.")}
+    assert set(re.findall(r"^### `(.+)`$", page, re.MULTILINE)) == own
 
 
 def members_shown(page: str) -> list[Any]:

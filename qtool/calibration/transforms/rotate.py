@@ -1,7 +1,8 @@
 """Rotation spreads outliers of the residual stream and of the value heads over all channels.
 
-QuaRot (Ashkboos et al., 2024), QServe B.2.1, APEX4 3.1. With the randomized Hadamard ``Q [H, H]``
-and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head, or matrices learned from these:
+QuaRot (Ashkboos et al., 2024), APEX4 3.1, QServe B.2.1 (the residual stream alone). With the
+randomized Hadamard ``Q [H, H]`` and the Hadamard ``P [D, D] = H / sqrt(D)`` of a head, or matrices
+learned from these:
 
     residual stream   x <- x Q:   embedding <- E Q,  readers W <- W Q,  writers W <- Q^T W, b <- b Q
     values            v <- v P:   W_v <- P^T W_v, b_v <- b_v P    (a head's rows)
