@@ -31,6 +31,21 @@ def test_liquidgemm_smooths_and_does_not_clip() -> None:
     assert recipes.load("w4a8-lqq", "paper").rounding.name == "rtn"
 
 
+@pytest.mark.parametrize("scheme", ["w4a8-qoq", "w4a8-qoq-g128"])
+def test_qserve_rotates_smooths_reorders_and_clips(scheme: str) -> None:
+    """Section 3.2 and appendix B.2, where the rotation is of the residual stream alone."""
+    assert transforms(scheme) == {
+        "norm-fusion": {},
+        "rotate": {},
+        "smooth": {"groups": ["heads", "product"]},
+        "smooth-attention": {"alphas": [0.5], "steps": 0},
+        "reorder": {},
+        "clip": {},
+    }
+    left = [departure["what"] for departure in PAPERS[scheme]["departures"]]
+    assert any("value heads" in what for what in left)
+
+
 def test_comet_gives_8_bits_to_blocks_with_an_outlier_alone() -> None:
     """Section 3.2; weights by OmniQuant's learned clipping, which leaves them as they are."""
     assert transforms("w4ax-fmpq") == {"gather-outliers": {}}
