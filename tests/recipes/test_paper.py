@@ -61,6 +61,8 @@ def test_apex4_minimizes_the_cosine_with_constant_steps(scheme: str) -> None:
     """Equation 9 and section 5.1."""
     rounding = recipes.load(scheme, "paper").rounding
     assert dict(rounding.options) == {"loss": "cosine", "decay": False}
+    left = " ".join(departure["what"] for departure in PAPERS[scheme]["departures"])
+    assert all(what in left for what in ("step for a weight", "step for a scale", "balanced"))
 
 
 @pytest.mark.parametrize("scheme", PAPERS)
