@@ -20,12 +20,19 @@ class Activation:
     """The run-time quantization of a linear's input.
 
     Args:
-        bits: 16 (left as it is), 8 or 4.
+        bits: 16 (left as it is), or 2 to 8; the built-in schemes have 16, 8 and 4.
         group_size: input channels per scale; ``None`` means one scale per token.
+
+    Raises:
+        QtoolError: other bits, which int8 codes do not hold.
     """
 
     bits: int
     group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits != 16 and self.bits not in range(2, 9):
+            raise QtoolError(f"activation: bits is {self.bits!r}; 16, or 2 to 8, is expected")
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Codes int8 ``[..., K]`` and scales float32 ``[..., K / group_size]`` of ``x``."""

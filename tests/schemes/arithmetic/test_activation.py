@@ -61,3 +61,9 @@ def test_fused_fake_quantization_is_the_same_to_the_bit(
     x[0, 1, 7] = 300
     # on CUDA torch divides by a number through its reciprocal: the CPU says what is right
     assert torch.equal(activation.fake(x).cpu(), activation.fake(x.cpu()))
+
+
+@pytest.mark.parametrize("bits", [0, 1, 9, 12, 32])
+def test_bits_that_int8_codes_do_not_hold_are_refused(bits: int) -> None:
+    with pytest.raises(QtoolError, match=f"bits is {bits}; 16, or 2 to 8, is expected"):
+        Activation(bits)
