@@ -181,6 +181,11 @@ class Block:
         if name in self.rotated:
             raise QtoolError(f"{name}: its inputs are rotated already; gathering comes first")
         weight = self.weight(name)
+        channels = torch.arange(weight.shape[1], device=order.device)
+        if not torch.equal(order.sort().values, channels.to(order.dtype)):
+            raise QtoolError(
+                f"{name}: its input order is no permutation of {len(channels)} channels"
+            )
         weight.copy_(weight[:, order])
         earlier = self.permutations.get(name)
         self.permutations[name] = order if earlier is None else earlier[order]

@@ -184,3 +184,13 @@ def to_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
         return type(value)(map(convert, value)) if isinstance(value, tuple) else value
 
     return {name: convert(value) for name, value in kwargs.items()}
+
+
+@pytest.mark.parametrize("order", [[0] * 128, list(range(127)), list(range(1, 129))])
+def test_an_order_that_is_no_permutation_is_refused(
+    block_and_batch: tuple[Block, Batch], order: list[int]
+) -> None:
+    block, _ = block_and_batch
+    with pytest.raises(QtoolError, match="q_proj: its input order is no permutation of 128"):
+        block.permute("self_attn.q_proj", torch.tensor(order))
+    assert not block.permutations
