@@ -85,9 +85,12 @@ def register_layout(layout: "Layout") -> None:
     Raises:
         QtoolError: it is no layout, lacks an attribute or the tensor ``qweight``, its bits or tile
             are invalid, or the name is taken.
+        CheckFailed: its functions do not give back what they packed.
     """
     from qtool.format.linear import CODES, forget
     from qtool.layouts import LAYOUTS, Layout
+    from qtool.layouts.protocol import require_sound
+    from qtool.models.torch_defaults import torch_defaults
 
     _require_instance(layout, Layout)
     kind = type(layout).__name__
@@ -100,6 +103,9 @@ def register_layout(layout: "Layout") -> None:
         raise QtoolError(
             f"layout {layout.name!r} has no tensor {CODES}, by which packed linears are found"
         )
+    plugins.require_free(LAYOUTS, layout.name, layout, "layout")
+    with torch_defaults():
+        require_sound(layout)
     plugins.add(LAYOUTS, layout.name, layout, "layout")
     forget()
 

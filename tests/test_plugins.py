@@ -27,6 +27,7 @@ from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.format import LinearFormat
 from qtool.layouts import LAYOUTS, DigitLayout, Layout
 from qtool.layouts.base import require_tile
+from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models import FAMILIES, family_of
 from qtool.recipes.recipe import ADDED
 from qtool.runtime.dispatch import KERNELS, W8A8
@@ -515,7 +516,8 @@ class ThreePlanes(Layout):
         planes = packed["qweight"].view(n, k // 8, 3, 1).int()
         bits = planes >> torch.arange(8, device=planes.device) & 1
         places = 1 << torch.arange(3, device=planes.device)[:, None]
-        return (bits * places).sum(2).to(torch.uint8).view(n, k)
+        codes = (bits * places).sum(2).view(n, k)
+        return ((codes ^ 4) - 4).to(torch.int8) if signed else codes.to(torch.uint8)
 
 
 class ThreeBit(Marlin):
@@ -732,9 +734,31 @@ def test_a_layout_without_codes_or_with_other_tensors_than_it_packs() -> None:
     class More(DigitLayout):
         tensors = ("qweight", "more")
 
-    qtool.register_layout(More(name="more", n="n", k="k", order="n, k"))
-    with pytest.raises(QtoolError, match="it packs qweight, its tensors are qweight, more"):
-        LinearFormat("w4a16", 128, "more").tensors(128, 128)
+    with pytest.raises(CheckFailed, match=r"pack gives .'qweight'.; a dict of qweight, more is"):
+        qtool.register_layout(More(name="more", n="n", k="k", order="n, k"))
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "said"),
+    [
+        ("pack", lambda self, codes: ROW_MAJOR.pack(codes)["qweight"], "pack gives Tensor; a dict"),
+        (
+            "unpack",
+            lambda self, *given, signed: ROW_MAJOR.unpack(*given, signed=False),
+            r"unpack gives torch.uint8 .2, 4., not what was packed, torch.int8 .2, 4.",
+        ),
+        ("pack_group", lambda self, param: param.t().contiguous(), "unpack_group gives"),
+        ("pack_channel", lambda self, param: param.flip(0), "unpack_channel gives"),
+    ],
+)
+def test_a_layout_that_does_not_give_back_what_it_packed_is_refused(
+    function: str, wrong: Any, said: str
+) -> None:
+    facts = {field.name: getattr(ROW_MAJOR, field.name) for field in dataclasses.fields(ROW_MAJOR)}
+    layout = type("Wrong", (DigitLayout,), {function: wrong})(**{**facts, "name": "wrong"})
+    with pytest.raises(CheckFailed, match=f"^layout wrong: {said}"):
+        qtool.register_layout(layout)
+    assert "wrong" not in LAYOUTS
 
 
 def test_a_parameter_cannot_be_called_as_what_a_linear_stores() -> None:

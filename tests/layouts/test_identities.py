@@ -14,6 +14,7 @@ from qtool import layouts
 from qtool.errors import QtoolError
 from qtool.layouts import LAYOUTS, DigitLayout, Layout
 from qtool.layouts.marlin_24 import METADATA, VALUES
+from qtool.layouts.protocol import require_sound
 
 DIGIT_LAYOUTS = [layout for layout in LAYOUTS.values() if isinstance(layout, DigitLayout)] + [
     VALUES,
@@ -53,6 +54,11 @@ def test_unpack_inverts_pack(
     restored = layout.unpack(packed, n, k, signed=signed)
     assert restored.dtype == codes.dtype
     assert torch.equal(restored, codes)
+
+
+@every_layout
+def test_every_layout_could_be_registered(layout: Layout) -> None:
+    require_sound(layout)
 
 
 @every_layout
