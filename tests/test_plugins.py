@@ -455,6 +455,27 @@ def test_a_scheme_may_be_declared_as_a_built_in_one(scheme: str) -> None:
             lambda self, *given: Marlin.quantize(self, *given).float(),
             r"quantize gives torch.float32 codes .5, 1024. of a weight .5, 1024.; torch.uint8",
         ),
+        (
+            "fake_activation",
+            lambda self, x, params: x.double(),
+            r"fake_activation gives torch.float64 .3, 1024.; torch.bfloat16 .3, 1024.",
+        ),
+        ("fake_activation", lambda self, x, params: None, "fake_activation gives NoneType;"),
+        (
+            "matmul",
+            lambda self, *given: Marlin.matmul(self, *given).t(),
+            r"matmul gives torch.float32 .5, 3.; torch.float32 .3, 5.",
+        ),
+        (
+            "matmul",
+            lambda self, x, codes, params, bias=None: Marlin.matmul(self, x, codes, params),
+            r"matmul.x. = fake_activation.x. dequantize.codes..T . bias broken at",
+        ),
+        (
+            "fake_activation",
+            lambda self, x, params: x.mul_(2),
+            "fake_activation and matmul leave the input as it is broken at",
+        ),
     ],
 )
 def test_a_scheme_whose_functions_contradict_each_other_is_refused(

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from qtool.format import LinearFormat
 from qtool.runtime.deterministic import bit_exact
 from qtool.runtime.dispatch import Call, Kernel, kernel_for
+from qtool.schemes.arithmetic.activation import UNQUANTIZED
 from qtool.schemes.arithmetic.online_hadamard import rotate
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class QuantLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.format = in_features, out_features, format
-        self.reads_floats = format.scheme_object.activation.bits == 16
+        self.reads_floats = format.scheme_object.input_quantizer == UNQUANTIZED
         self.stored_names = []
         for name, spec in format.tensors(out_features, in_features).items():
             self.register_buffer(name, torch.empty(spec.shape, dtype=spec.dtype, device=device))

@@ -5,14 +5,16 @@ Of a weight W with its parameters and codes Q, a group's step s and what grid ha
     |dequantize(Q) - grid.value(Q)| <= 128e-5 s
     |dequantize(Q) - W| <= |grid.value(grid.nearest(W)) - W| + 0.501 s
 
-Rounding twice may miss the nearest code, by no more than half a step.
+Rounding twice may miss the nearest code, by no more than half a step. Of inputs X with outputs Y:
+
+    |matmul(X) - fake_activation(X) dequantize(Q)^T| <= 1e-4 max |Y|
 """
 
 import torch
 from torch import Tensor
 
 from qtool.errors import CheckFailed, checking
-from qtool.schemes.base import Scheme, require
+from qtool.schemes.base import Params, Scheme, require
 
 
 def probe(scheme: Scheme) -> Tensor:
@@ -61,3 +63,28 @@ def require_sound(scheme: Scheme, weight: Tensor) -> None:
     nearest = grid.value(grid.nearest(held))
     excess = (values.double() - held).abs() - (nearest.double() - held).abs()
     require(excess <= 0.501 * step, "round_groups gives codes as near as grid.nearest")
+    _require_product(scheme, codes, params)
+
+
+def _require_product(scheme: Scheme, codes: Tensor, params: Params) -> None:
+    """Hold ``matmul`` and ``fake_activation`` of ``scheme`` against the dequantized weight."""
+    x = torch.randn(3, codes.shape[1], generator=torch.Generator().manual_seed(1))
+    bias, before = torch.arange(len(codes)) * x.new_ones(()), x.clone()
+    for given in (x.bfloat16(), x):
+        seen = scheme.fake_activation(given, params)
+        _require_like("fake_activation", seen, given)
+    y = scheme.matmul(x, codes, params, bias)
+    require(x == before, "fake_activation and matmul leave the input as it is")
+    exact = seen.double() @ scheme.dequantize(codes, params).double().t() + bias
+    _require_like("matmul", y, exact.float())
+    near = (y - exact).abs() <= 1e-4 * exact.abs().amax()
+    require(near, "matmul(x) = fake_activation(x) dequantize(codes)^T + bias")
+
+
+def _require_like(function: str, found: object, expected: Tensor) -> None:
+    kinds = [
+        f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
+        for t in (found, expected)
+    ]
+    if kinds[0] != kinds[1]:
+        raise CheckFailed(f"{function} gives {kinds[0]}; {kinds[1]} is expected")

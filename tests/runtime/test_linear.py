@@ -10,7 +10,9 @@ from qtool.errors import QtoolError
 from qtool.format import CheckpointFormat, LinearFormat, Rule, of_any_expert
 from qtool.layouts.marlin_24 import Marlin24Layout
 from qtool.runtime.linear import QuantLinear
+from qtool.schemes import Params
 from qtool.schemes.arithmetic.online_hadamard import rotate
+from qtool.schemes.w4a16 import Marlin
 
 FITTING = [
     (scheme, layout)
@@ -182,3 +184,28 @@ def test_autocast_leaves_integer_sums_as_they_are(scheme: str, layout: str) -> N
     alone = linear(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(linear(x), alone)
+
+
+def test_inputs_that_a_scheme_rounds_by_itself_are_not_taken_as_floats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Halves(Marlin):
+        """Inputs rounded to halves."""
+
+        name = "halves"
+
+        def fake_activation(self, x: torch.Tensor, params: Params) -> torch.Tensor:
+            return (x * 2).round() / 2
+
+        def matmul(
+            self,
+            x: torch.Tensor,
+            codes: torch.Tensor,
+            params: Params,
+            bias: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            return super().matmul(self.fake_activation(x, params), codes, params, bias)
+
+    monkeypatch.setitem(schemes.SCHEMES, "halves", Halves)
+    linear, x = quantized("halves", "row-major", torch.randn(128, 256)), torch.randn(3, 256)
+    assert torch.equal(linear(x), linear.reference((x * 2).round() / 2))
