@@ -168,6 +168,22 @@ def test_a_rounding_without_data_or_transforms_runs(make_model: MakeModel, tmp_p
     assert not qtool.load(out).model.layers[0].mlp.up_proj.dequantize().any()
 
 
+def test_a_bias_that_a_rounding_corrects_is_stored(make_model: MakeModel, tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Corrected(RoundToNearest):
+        name = "corrected"
+
+        def round(self, block, batches):  # type: ignore[no-untyped-def]
+            block.bias("self_attn.q_proj").fill_(3)
+            return super().round(block, batches)
+
+    qtool.register_method(Corrected)
+    recipe = {"layers": [{"match": ".*", "scheme": "w8a8"}], "rounding": "corrected"}
+    source = make_model("qwen2", dtype=torch.bfloat16)
+    out = qtool.quantize(source, recipe=recipe, out=tmp_path / "out")
+    assert (qtool.load(out).model.layers[1].self_attn.q_proj.bias == 3).all()
+
+
 def transform(do: Callable[[Block], object]) -> dict[str, Any]:
     """A recipe with a transform ``mine``, new each time, that does ``do``."""
 

@@ -134,11 +134,11 @@ class Block:
         self.exact.pop(f"{name}.weight", None)
 
     def update_module(self) -> None:
-        """Copy changed exact tensors into the module, except where a rounded linear is."""
+        """Copy changed exact tensors into the module, except weights of rounded linears."""
         for name, exact in self.exact.items():
             if self._copied.get(name) != exact._version:
                 owner, _, part = name.rpartition(".")
-                if not isinstance(self.get(owner), SimulatedLinear):
+                if part != "weight" or not isinstance(self.get(owner), SimulatedLinear):
                     getattr(self.get(owner), part).data.copy_(exact)
                 self._copied[name] = exact._version
 

@@ -168,7 +168,10 @@ class Rounding(Method):
 
     @abstractmethod
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
-        """Codes and parameters of all linears in ``block.schemes``; it may install them itself."""
+        """Codes and parameters of all linears in ``block.schemes``; it may install them itself.
+
+        It may change their biases in place, which are stored after it.
+        """
 
 
 def check_order(transforms: Sequence[Transform]) -> None:

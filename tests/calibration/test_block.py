@@ -175,6 +175,20 @@ def test_a_16_bit_module_follows_the_exact_weights(block_and_batch: tuple[Block,
     assert block.get("mlp.up_proj").weight.dtype == torch.bfloat16
 
 
+def test_a_rounded_linear_follows_its_exact_bias(block_and_batch: tuple[Block, Batch]) -> None:
+    block, _ = block_and_batch
+    bias = torch.zeros(SMALL["intermediate_size"])
+    block.get("mlp.up_proj").bias = torch.nn.Parameter(bias.bfloat16())
+    block.exact["mlp.up_proj.bias"] = bias
+    scheme = block.schemes["mlp.up_proj"] = get("w8a8")
+    params = block.fit("mlp.up_proj")
+    codes = scheme.quantize(block.weight("mlp.up_proj"), params)
+    block.install({"mlp.up_proj": Rounded(codes, params)})
+    block.bias("mlp.up_proj").add_(1)  # type: ignore[union-attr]
+    block.update_module()
+    assert (block.get("mlp.up_proj").bias == 1).all()  # type: ignore[operator]
+
+
 def to_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The block's arguments with float tensors in bfloat16."""
 

@@ -166,11 +166,6 @@ class BuiltBlocks:
         """
         job, prefix = self.job, self.job.full(index, "")
         block, formats = self._transformed(index, following, notes)
-        stored = {
-            prefix + n: as_stored(prefix + n, p, job)
-            for n, p in block.parameters().items()
-            if prefix + n in spec
-        }
         constants = kv_constants(block, job.format.kv, self.batches)
         with (
             quantized_kv(block, job.format.kv, constants),
@@ -180,6 +175,11 @@ class BuiltBlocks:
             rounded = job.rounding.round(block, self.batches)
         require_packable(job.rounding.name, rounded, formats, job.linears(index))
         require_json(notes)
+        stored = {
+            prefix + n: as_stored(prefix + n, p, job)
+            for n, p in block.parameters().items()
+            if prefix + n in spec
+        }
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
         with phase("pack"):
