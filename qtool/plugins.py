@@ -11,8 +11,11 @@ points are loaded once, when anything is first looked up by name, so that a list
 (the formats that take a model, the kernels of a scheme) has their entries too.
 """
 
+import contextlib
 from collections.abc import Iterable, MutableMapping
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, TypeVar
 
 from qtool.errors import QtoolError, require_text, suggest
@@ -28,7 +31,7 @@ def load() -> None:
     """Call all installed entry points of the group ``qtool.plugins``, once per process.
 
     Raises:
-        QtoolError: naming the entry point that failed.
+        QtoolError: naming the entry point that failed, and the line.
     """
     global _loaded
     if _loaded:
@@ -45,8 +48,15 @@ def load() -> None:
             _called.remove(entry)
             raise QtoolError(
                 f"the plugin {entry.name!r} ({entry.value}) cannot be loaded:"
-                f" {type(error).__name__}: {error}"
+                f" {type(error).__name__}: {error}{_place(error)}"
             ) from error
+
+
+def _place(error: Exception) -> str:
+    """The line where ``error`` left the code of others, in brackets."""
+    own = str(Path(__file__).parent), contextlib.__file__
+    frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(own)]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
 def versions() -> dict[str, str]:

@@ -118,7 +118,21 @@ def test_a_plugin_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
             raise ImportError("No module named 'broken'")
 
     monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
-    with pytest.raises(QtoolError, match=r"plugin 'broken' .* No module named 'broken'"):
+    with pytest.raises(QtoolError, match=r"plugin 'broken' .* No module named 'broken' .*_plugins"):
+        recipes.load("w2a2")
+
+
+def test_the_line_of_a_plugin_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        name, value = "broken", "broken:register"
+
+        def load(self) -> Callable[[], None]:
+            wrong = type("Wrong", (Marlin,), {"name": "wrong", "matmul": lambda *given: None})
+            return lambda: qtool.register_scheme(wrong)
+
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
+    line = Entry.load.__code__.co_firstlineno + 2
+    with pytest.raises(QtoolError, match=rf"matmul gives None.* \({__file__}, line {line}\)$"):
         recipes.load("w2a2")
 
 
