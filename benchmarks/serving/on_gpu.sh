@@ -178,7 +178,7 @@ small) # random models: experts (needs moe.tar.xz), sliding windows and soft cap
     ;;
 two) # the same split over two GPUs, and random models (needs moe.tar.xz); of the demo a rank has one group of w4a16
     split="w4a8-lqq w8a8 w4a8-qoq w4a8-qoq-g128 w4a4-g128 kv4 kv8"
-    random="mixtral:w4a8-lqq mixtral:w4a8-qoq mixtral:w8a8 mixtral:w4a16 mistral:w4a16 mistral:w4a16-24"
+    random="mixtral:w4a8-lqq mixtral:w4a8-qoq mixtral:w8a8 mixtral:w4a16 mistral:w4a16 mistral:w4a16-24 mistral:kv4"
     cases=${2:-$(printf ' demo:%s' $split) $(printf ' sure:%s' $split) $random}
     for kind in mixtral mistral; do step "$kind" 60 python3 -c "$small_code" $kind "$DATA/$kind" & done
     memorize
