@@ -68,6 +68,16 @@ def test_tokens_are_as_frequent_as_probable_and_none_is_drawn_that_has_no_probab
     assert abs(counts[1] / 10_000 - 0.25) < 0.02  # five standard deviations
 
 
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1 - 2**-53, 3)])
+def test_the_least_and_the_largest_random_number_draw_tokens_with_a_probability(
+    number: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = torch.tensor([[number]], dtype=torch.float64)
+    monkeypatch.setattr(torch, "rand", lambda *size, **how: drawn)
+    row = torch.tensor([[0, 0.25, 0, 0.7, 0]])  # of a sum that rounding may leave below 1
+    assert sampled(row, torch.Generator()).item() == token
+
+
 class Killed(Exception):
     pass
 

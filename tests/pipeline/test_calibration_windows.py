@@ -242,6 +242,7 @@ def test_how_many_at_once_is_a_matter_of_the_device() -> None:
         room = CACHE_SHARE * HOST_SHARE * memory
         beside = many.bytes - many.weights
         assert beside <= room < beside * (1 + 1 / many.batch_size)
+        assert many.working > 16 * 4096 * many.batch_size  # logits, shares and their float64 sums
         assert continuation_memory(job, 3, 128, cpu, memory).batch_size == 3
         again = continuation_memory(job, 2 * many.batch_size + 1, 128, cpu, memory)
         assert again.batch_size == -(-(2 * many.batch_size + 1) // 3)  # parts are of like size
