@@ -835,8 +835,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/hadamard.py",
-            "* (2 / (normal @ normal))",
-            "* (1 / (normal @ normal))",
+            "* (2 / square)",
+            "* (1 / square)",
             "tests/calibration/transforms/test_hadamard.py",
         ),
         (

@@ -57,7 +57,8 @@ class Hadamard:
         if self.keeps_ones:
             ones = torch.full((self.n,), self.n**-0.5, dtype=x.dtype, device=x.device)
             normal = self._signed(ones) - ones
-            y = y - (y @ normal)[..., None] * (2 / (normal @ normal)) * normal
+            square = (normal @ normal).clamp(min=torch.finfo(x.dtype).tiny)  # 0 where n is 1
+            y = y - (y @ normal)[..., None] * (2 / square) * normal
         return y
 
     def _signed(self, x: Tensor) -> Tensor:

@@ -101,6 +101,11 @@ def test_keeping_the_ones_commutes_with_layer_norm():
     assert not torch.allclose(norm(plain(x), (96,)), plain(norm(x, (96,))))
 
 
+@pytest.mark.parametrize("seed", (None, 0, 1))
+def test_a_single_channel_keeps_its_one(seed):
+    assert rotation(1, seed=seed, keeps_ones=True)(torch.ones(3, 1)).tolist() == [[1]] * 3
+
+
 def test_seeds_differ_and_repeat():
     x = torch.randn(3, 64)
     assert torch.equal(Hadamard(64, 1)(x), Hadamard(64, 1)(x))
