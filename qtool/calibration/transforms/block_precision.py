@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import run
-from qtool.schemes.base import Scheme
 
 T = TypeVar("T", bound=Hashable)
 
@@ -70,8 +69,8 @@ def block_shares(block: Block, linears: Sequence[str], x: Tensor, order: Tensor)
     for name in linears:
         scheme, weight = block.schemes[name], block.weight(name).float()[:, order]
         size = scheme.group_size or x.shape[1]
-        # [G, T, g]
-        error = (x - four_bit(scheme, weight, x)).unflatten(1, (-1, size)).transpose(0, 1)
+        rounded = scheme.fake_activation(x, block.fit(name))
+        error = (x - rounded).unflatten(1, (-1, size)).transpose(0, 1)  # [G, T, g]
         outputs = error @ weight.unflatten(1, (-1, size)).permute(1, 2, 0)  # [G, T, N]
         squares = outputs.square().sum((1, 2))
         total = squares if total is None else total + squares
@@ -103,21 +102,13 @@ def output_errors(
 def rounded_inputs(block: Block, linears: Sequence[str]) -> Iterator[None]:
     """Quantize and dequantize the inputs of ``linears``, but not their weights, while open."""
 
-    def hook(scheme: Scheme) -> Callable[[nn.Module, tuple[Tensor]], tuple[Tensor]]:
-        def round_input(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-            return (four_bit(scheme, module.weight, inputs[0]),)  # type: ignore[arg-type]
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor]], tuple[Tensor]]:
+        scheme, params = block.schemes[name], block.fit(name)
+        return lambda _, inputs: (scheme.fake_activation(inputs[0], params),)
 
-        return round_input
-
-    hooks = ((block.get(name), hook(block.schemes[name])) for name in linears)
-    handles = [module.register_forward_pre_hook(round_input) for module, round_input in hooks]
+    handles = [block.get(name).register_forward_pre_hook(hook(name)) for name in linears]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def four_bit(scheme: Scheme, weight: Tensor, x: Tensor) -> Tensor:
-    """``x`` quantized and dequantized by ``scheme`` with 4 bits in all blocks."""
-    return scheme.fake_activation(x, scheme.fit(weight))
