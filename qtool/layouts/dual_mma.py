@@ -1,6 +1,6 @@
 """dual-mma: one 16-byte load per thread feeds two Hopper wgmma m64nNk32 steps.
 
-LiquidGEMM section 5.1. A tile of 64 rows x 64 columns is 2048 contiguous bytes; thread
+LiquidGEMM section 5.2. A tile of 64 rows x 64 columns is 2048 contiguous bytes; thread
 ``T = 32 w + 4 q + c`` of a warpgroup (warp w, lane 4 q + c) owns bytes 16 T .. 16 T + 15, four
 32-bit words. Word ``r = 2 j + h`` holds in its low nibbles register r of the first k32 step, in its
 high nibbles register r of the second: byte b is row ``16 w + 8 h + q``, column

@@ -1,9 +1,9 @@
 """The outlier channels of a layer, and the blocks that hold them.
 
-COMET section 3.2, figure 4: outliers sit in a few fixed channels, with magnitudes ten times as
-large as in the others. Calibration gives ``amax [K]``, the largest magnitude of each input channel;
-one permutation of the input channels (of the weight's columns too) puts the outliers into as few
-blocks of 128 as possible, and only those blocks get 8-bit activations.
+COMET section 3.1: outliers sit in a few fixed channels, with magnitudes ten times as large as in
+the others. Section 3.2, figure 4: calibration gives ``amax [K]``, the largest magnitude of each
+input channel; one permutation of the input channels (of the weight's columns too) puts the outliers
+into as few blocks of 128 as possible, and only those blocks get 8-bit activations.
 """
 
 from collections.abc import Iterable

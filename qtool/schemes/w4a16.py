@@ -1,6 +1,6 @@
 """w4a16: MARLIN, symmetric 4-bit weights under 16-bit activations.
 
-MARLIN sections 3.1 and 3.5. Per group of g input channels, or per output channel:
+MARLIN sections 3.4 and 3.5. Per group of g input channels, or per output channel:
 
     s = max|W| / 7.5    Q = clamp(rne(W / s) + 8, 0, 15)    W' = (Q - 8) * s    Y = X W'^T
 

@@ -43,7 +43,7 @@ class Clip(Transform):
 
     Args:
         lowest: smallest ratio tried.
-        steps: number of ratios from 1 down to ``lowest``.
+        steps: number of equal steps from the ratio 1 down to ``lowest``.
         tokens: size of the random sample of inputs on which the layer error is measured.
         sequences: number of calibration sequences on which the block error is measured; 0 treats
             q_proj and k_proj like the others.

@@ -8,7 +8,7 @@ bias stays in the norm, as ``b / w``: ``y = (n + b / w) diag(w) W^T``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ class NormFusion(Transform):
 
     name = "norm-fusion"
     needs_data = False
-    after: ClassVar[dict[str, str]] = {}
 
     @property
     def rewrites_embedding(self) -> bool:
