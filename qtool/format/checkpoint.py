@@ -138,9 +138,9 @@ class CheckpointFormat:
             return cls(
                 config["scheme"],
                 rules,
-                permuted=tuple(config.get("permuted", ())),
+                permuted=_names(config, "permuted"),
                 kv=config.get("kv"),
-                rotated=tuple(config.get("rotated", ())),
+                rotated=_names(config, "rotated"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise QtoolError(f"quantization_config is damaged: {error!r}") from error
@@ -177,6 +177,13 @@ def _ends_in(name: str, within_block: frozenset[str]) -> bool:
     """
     numbers = re.finditer(r"(?<=\.)(\d+|\*)\.", name)
     return any(name[number.end() :] in within_block for number in numbers)
+
+
+def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = config.get(key, ())
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key} {names!r}")
+    return tuple(names)
 
 
 def _rule_fields(linear_format: LinearFormat) -> dict[str, Any]:

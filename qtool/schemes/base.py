@@ -215,7 +215,7 @@ class Scheme(ABC):
         return weight.reshape(n, k // size, size)
 
     def require_groups(self, k: int, common: int) -> None:
-        """Check that ``k`` input channels are whole groups.
+        """Check that ``k`` input channels are whole groups, for sparsity too.
 
         Args:
             common: a divisor of k; the error proposes group sizes that divide it.
@@ -223,6 +223,10 @@ class Scheme(ABC):
         Raises:
             QtoolError: if they are not.
         """
+        if self.sparsity and k % self.sparsity[1]:
+            raise QtoolError(
+                f"{self.name}: {k} input channels are not divisible by {self.sparsity[1]}"
+            )
         size = self.group_size or k
         if not k or k % size:
             fits = [

@@ -9,7 +9,6 @@ method passes its pruned weight and needs no mask here.
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError
 from qtool.schemes.base import Params, require
 from qtool.schemes.w4a16 import Marlin
 
@@ -35,8 +34,6 @@ class SparseMarlin(Marlin):
 
 def fours(weight: Tensor) -> Tensor:
     """``weight [N, K]`` as ``[N, K / 4, 4]``."""
-    if weight.shape[-1] % 4:
-        raise QtoolError(f"w4a16-24: {weight.shape[-1]} input channels are not divisible by 4")
     return weight.unflatten(-1, (-1, 4))
 
 

@@ -97,6 +97,8 @@ def test_a_layout_of_pruned_weights_says_so_itself(monkeypatch: pytest.MonkeyPat
     LinearFormat("w4a16-24", 128, "mine").require("down", 128, 128)
     with pytest.raises(QtoolError, match="mine stores 2 of 4 weights, w4a16 has all of them"):
         LinearFormat("w4a16", 128, "mine").require("down", 128, 128)
+    with pytest.raises(QtoolError, match=r"^down: w4a16-24: 202 input .* divisible by 4"):
+        LinearFormat("w4a16-24", None, "row-major").require("down", 128, 202)
 
 
 def test_the_format_survives_json() -> None:
@@ -110,6 +112,9 @@ def test_the_format_survives_json() -> None:
         damaged["rules"][1]["scale_dtype"] = strange
         with pytest.raises(QtoolError, match=r"quantization_config is damaged: .*scale_dtype"):
             CheckpointFormat.from_dict(damaged)
+    for key, names in (("permuted", [["down"]]), ("rotated", "down"), ("rotated", None)):
+        with pytest.raises(QtoolError, match=f"quantization_config is damaged: .*{key}"):
+            CheckpointFormat.from_dict(written.to_dict() | {key: names})
 
 
 def test_rotated_linears_are_another_version_of_the_format() -> None:
