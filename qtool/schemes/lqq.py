@@ -17,7 +17,7 @@ from qtool.schemes import lqq_triton
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 from qtool.schemes.arithmetic.level1 import PROTECTIVE_MAX, fit_level1, quantize_level1
 from qtool.schemes.arithmetic.products import int_matmul, scaled
-from qtool.schemes.base import ClipRatio, Grid, Params, Scheme, require, scale_bounds
+from qtool.schemes.base import ClipRatio, Grid, Params, Scheme, require
 
 
 class LiquidQuant(Scheme):
@@ -37,8 +37,7 @@ class LiquidQuant(Scheme):
         self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
     ) -> Params:
         if lqq_triton.runs_on(low):
-            bounds = scale_bounds(self.scale_dtype)
-            fitted = lqq_triton.fit(low, high, clip, group_clip, self.scale_dtype, bounds)
+            fitted = lqq_triton.fit(low, high, clip, group_clip, self.scale_dtype)
             return dict(zip(("s1", "s2", "offset"), fitted, strict=True))
         s1 = fit_level1(low, high, clip, self.scale_dtype)
         low = torch.round(quantize_level1(low, s1) * group_clip)

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from qtool.schemes.base import scale_bounds
+
 #: elements of one program, and groups of a row that a program handles at a time
 TILE, FIT_TILE = 2048, 128
 
@@ -99,12 +101,8 @@ def fit(
     clip: Tensor | float,
     group_clip: Tensor | float,
     dtype: torch.dtype,
-    bounds: tuple[float, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``s1 [N]`` in ``dtype``, ``s2`` and ``offset [N, G]`` u8 of ranges ``[N, G]`` float32.
-
-    ``s1`` stays within ``bounds``.
-    """
+    """``s1 [N]`` in ``dtype``, ``s2`` and ``offset [N, G]`` u8 of ranges ``[N, G]`` float32."""
     n, groups = low.shape
     by_row, by_group = isinstance(clip, Tensor), isinstance(group_clip, Tensor)
     clips = clip.expand(n).float().contiguous() if isinstance(clip, Tensor) else low
@@ -126,7 +124,7 @@ def fit(
         groups,
         int(by_row),
         int(by_group),
-        *bounds,
+        *scale_bounds(dtype),
         TILE=FIT_TILE,
         enable_fp_fusion=False,
     )

@@ -9,7 +9,6 @@ import torch
 from qtool.errors import CheckFailed
 from qtool.schemes import lqq_triton
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
-from qtool.schemes.base import scale_bounds
 from qtool.schemes.lqq import LiquidQuant
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,7 +133,7 @@ def test_parameters_fitted_by_one_kernel_are_those_of_a_cpu(
         moved = (
             x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (*ranges, clip, group_clip)
         )
-        fitted = lqq_triton.fit(*moved, dtype, scale_bounds(dtype))
+        fitted = lqq_triton.fit(*moved, dtype)
         expected = scheme.fit_range(*ranges, clip=clip, group_clip=group_clip)
         for ours, theirs in zip(fitted, expected.values(), strict=True):
             assert torch.equal(ours.cpu(), theirs)
