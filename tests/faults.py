@@ -865,7 +865,7 @@ FAULTS = [
         ),
         (
             "qtool/calibration/statistics.py",
-            "self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)",
+            "self.amax = maximum((self.amax, amax))",
             "self.amax = amax",
             "tests/calibration/test_statistics.py",
         ),

@@ -122,12 +122,10 @@ class Block:
 
     def parameters(self) -> dict[str, Tensor]:
         """All stored tensors by name, detached; the exact ones where the module has copies."""
-        buffers = dict(self.module.named_buffers())
-        stored = {**dict(self.module.named_parameters()), **buffers}
-        kept = self.module.state_dict().keys() | dict(self.module.named_parameters()).keys()
-        return {
-            name: self.exact.get(name, p.detach()) for name, p in stored.items() if name in kept
-        }
+        own = dict(self.module.named_parameters())
+        kept = self.module.state_dict().keys() | own.keys()
+        stored = {**own, **dict(self.module.named_buffers())}
+        return {n: self.exact.get(n, t.detach()) for n, t in stored.items() if n in kept}
 
     def free_exact(self, name: str) -> None:
         """Free the exact weight of linear ``name``, which is rounded and installed."""

@@ -57,7 +57,7 @@ class _Collector:
             return
         counts = counts or [len(x)]
         amax = segment_amax(x.abs(), counts).float()
-        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        self.amax = maximum((self.amax, amax))
         self.waiting.append((x, counts))
 
     @property

@@ -95,10 +95,10 @@ class LinearFormat:
         for name, param in params.items():
             if name in shared:
                 stored[name] = param
+            elif param.dim() == 2:
+                stored[name] = layout.pack_group(param)
             else:
-                stored[name] = (
-                    layout.pack_group(param) if param.dim() == 2 else layout.pack_channel(param)
-                )
+                stored[name] = layout.pack_channel(param)
         return stored
 
     def unpack(self, stored: Mapping[str, Tensor], n: int, k: int) -> tuple[Tensor, Params]:

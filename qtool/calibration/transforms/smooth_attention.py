@@ -27,7 +27,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import run
 from qtool.calibration.method import Transform
-from qtool.calibration.statistics import batch_shapes, count_tokens, subset
+from qtool.calibration.statistics import batch_shapes, count_tokens, maximum, subset
 from qtool.calibration.transforms.key_transform import KeyTransform, fit, key_factor
 from qtool.calibration.transforms.queries import Queries, observe_queries, rotary_dim, shared_norm
 from qtool.distributed import ranks
@@ -55,8 +55,8 @@ class KeyObserver:
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Observe ``keys [B, Hkv, S, D]`` and return both."""
-        amax, total = keys.abs().amax((0, 2)).float(), keys.sum((0, 2), dtype=torch.float64)
-        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+        self.amax = maximum((self.amax, keys.abs().amax((0, 2)).float()))
+        total = keys.sum((0, 2), dtype=torch.float64)
         self.total = total if self.total is None else self.total + total
         tokens = keys.shape[0] * keys.shape[2]
         self.tokens += tokens
@@ -93,13 +93,13 @@ def observe_keys(
         run(block, batch, **block.with_cache(observer))
         seen.append((observer.amax, observer.total, observer.tokens, observer.kept))
     every = ranks.all_gather_batches(seen)
-    largest = [amax for amax, _, _, _ in every if amax is not None]
-    if not largest:
+    amax = maximum(amax for amax, _, _, _ in every)
+    if amax is None:
         return None
-    sample = [keys for *_, kept in every for keys in kept] or [largest[0][:, None][:, :0]]
+    sample = [keys for *_, kept in every for keys in kept] or [amax[:, None][:, :0]]
     sums = torch.stack([total for _, total, _, _ in every if total is not None]).sum(0)
     mean = sums / sum(tokens for _, _, tokens, _ in every)
-    return Keys(torch.stack(largest).amax(0), mean.float(), torch.cat(sample, 1))
+    return Keys(amax, mean.float(), torch.cat(sample, 1))
 
 
 class SmoothedKV4:

@@ -128,11 +128,6 @@ def relative_error(lost: Tensor, power: Tensor) -> Tensor:
     return (lost.sum() / power.sum().clamp_min(torch.finfo(torch.float32).tiny)).clamp_min(0).sqrt()
 
 
-def on_tensor_cores(x: Tensor) -> bool:
-    """Whether products of ``x`` run on tensor cores that add in float32."""
-    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
-
-
 def panels(k: int) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of up to 8 panels that cover the upper triangle of ``[K, K]``.
 
@@ -146,7 +141,7 @@ def panels(k: int) -> Iterator[tuple[slice, slice]]:
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += 2 a^T b`` in place; tensor cores multiply 16-bit operands and add in float32."""
-    if on_tensor_cores(a):
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
         torch.addmm(total, a.T, b, out_dtype=torch.float32, alpha=2, out=total)  # type: ignore[call-overload]
     else:
         total.add_(2 * (a.T.float() @ b.float()))
