@@ -264,9 +264,10 @@ def _windows(data: Mapping[str, Any], where: str) -> str:
 
 def _min_expert_tokens(data: Mapping[str, Any], where: str) -> int:
     found = data.get("min_expert_tokens", MIN_EXPERT_TOKENS)
-    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+    if type(found) is not int or not 0 <= found < 2**63:
         raise QtoolError(
-            f"{where}: min_expert_tokens is {found!r}; expected a whole number of 0 or more"
+            f"{where}: min_expert_tokens is {found!r}; expected a whole number of 0 or more, with "
+            "at most 63 bits"
         )
     return found
 

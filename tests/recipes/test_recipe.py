@@ -48,6 +48,11 @@ def test_no_number_of_a_recipe_is_none(number: str, tmp_path: Path) -> None:
         assert repr(yaml.safe_load(number)) in str(refused.value)
 
 
+def test_a_number_of_tokens_has_63_bits() -> None:
+    with pytest.raises(QtoolError, match=r"min_expert_tokens is 9223372036854775808; .* 63 bits"):
+        recipes.parse({"layers": RULES, "min_expert_tokens": 2**63}, "own")
+
+
 @pytest.mark.parametrize(("scheme", "variant"), BUILT_IN)
 def test_every_built_in_recipe_fits_the_demo(scheme: str, variant: str) -> None:
     recipe = recipes.load(scheme, variant)

@@ -123,6 +123,11 @@ def test_samples_may_all_learn(block: tuple[Block, list]) -> None:
         check_options(Distill, {"held_out": 1.0})
 
 
+def test_a_bound_moves_by_a_width_at_most() -> None:
+    with pytest.raises(QtoolError, match=r"scale_lr is 100; expected .* at most 1 "):
+        check_options(Distill, {"scale_lr": 100})
+
+
 def test_the_teacher_keeps_its_keys_and_values_whole(block: tuple[Block, list]) -> None:
     """So that the loss begins at what the cache costs, weights of 8 bits being next to nothing
     beside it.

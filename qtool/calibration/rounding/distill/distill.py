@@ -82,7 +82,7 @@ class Distill(Rounding):
     name = "distill"
     needs_data = True
     positive = ("samples", "batch")
-    most: ClassVar[dict[str, float]] = {"held_out": 0.5}
+    most: ClassVar[dict[str, float]] = {"held_out": 0.5, "scale_lr": 1}
 
     def __post_init__(self) -> None:
         if self.start not in STARTS:
