@@ -43,8 +43,10 @@ class SimulatedLinear(nn.Module):
     """Computes as the quantized linear will, with dequantized numbers and on any device.
 
     Args:
-        linear: the linear that it replaces.
+        linear: the linear that it replaces, for its bias.
         weight: the dequantized weight ``[N, K]``.
+        permutation: the order ``[K]`` in which the input is gathered; None: it is not.
+        rotated: whether the input is rotated after that.
     """
 
     def __init__(

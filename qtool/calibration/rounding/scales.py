@@ -53,7 +53,10 @@ def require_float_scale(scheme: Scheme) -> None:
 
 
 def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian: Tensor) -> Params:
-    """``params`` with the best scales for ``codes [N, K]``, ``T [N, K]`` and ``H [K, K]``."""
+    """``params`` with the best scales for ``codes [N, K]``, ``T [N, K]`` and ``H [K, K]``.
+
+    A scale changes by a factor of at most 2.
+    """
     name = float_scale(params)
     scale = params[name]
     values = scheme.dequantize(codes, params)

@@ -39,7 +39,10 @@ class LearnedLinear(nn.Module):
     """Replaces a linear while its block is distilled.
 
     Args:
+        start: the codes and parameters that learning starts from.
+        permutation: the order ``[K]`` in which the input is gathered; None: it is not.
         weight: the exact weight ``[N, K]``, if that of ``linear`` is a 16-bit copy.
+        rotated: whether the input is rotated after it is gathered.
 
     Attributes:
         steps: the weight ``[N, G, g]`` divided by the step of its group's grid, float32; it starts
