@@ -12,11 +12,15 @@ points are loaded once, when anything is first looked up by name, so that a list
 """
 
 import contextlib
-from collections.abc import Iterable, MutableMapping
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from importlib.metadata import EntryPoint, entry_points
+from inspect import formatannotation
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from qtool.errors import QtoolError, require_text, suggest
 
@@ -122,15 +126,58 @@ def require_attributes(given: Any, name: str, attributes: Iterable[str]) -> None
         raise QtoolError(f"{name} has no {', '.join(missing)}")
 
 
-def require_returned(given: Any, function: str, found: Any, kind: type[T], of: str = "") -> T:
+def require_kinds(given: Any, name: str, kinds: Mapping[str, Any]) -> None:
+    """Refuse ``given``, which users call ``name``, if an attribute is not of its declared type.
+
+    Args:
+        kinds: annotations by attribute, as ``typing.get_type_hints`` has them.
+
+    Raises:
+        QtoolError: naming the attribute, its value and its type.
+    """
+    for attribute, kind in kinds.items():
+        if not is_of(value := getattr(given, attribute), kind):
+            raise QtoolError(
+                f"{name}: {attribute} is {reprlib.repr(value)}; {_in_words(kind)} is expected"
+            )
+
+
+def is_of(value: Any, kind: Any) -> bool:
+    """Whether ``value``, with all that it contains, is of the type that the annotation says."""
+    origin: Any = get_origin(kind) or kind
+    of = get_args(kind)
+    if origin in (Union, UnionType):
+        return any(is_of(value, one) for one in of)
+    if origin is Any or origin is Callable:
+        return origin is Any or callable(value)
+    if isinstance(value, bool | str):  # no whole number, and no sequence of names
+        return origin is type(value)
+    among: Any = (int, float) if origin is float else origin
+    if not isinstance(value, among):
+        return False
+    if not of:
+        return True
+    if isinstance(value, Mapping):
+        return all(is_of(key, of[0]) and is_of(one, of[1]) for key, one in value.items())
+    if origin is tuple and ... not in of:
+        return len(value) == len(of) and all(map(is_of, value, of))
+    return all(is_of(one, of[0]) for one in value)
+
+
+def _in_words(kind: Any) -> str:
+    """The annotation ``kind`` without the names of modules."""
+    return re.sub(r"\b(\w+\.)+", "", formatannotation(kind))
+
+
+def require_returned(given: Any, function: str, found: T, kind: type[T], of: str = "") -> T:
     """``found``, which ``function`` of ``given`` returned ``of`` something, if it is a ``kind``.
 
     Raises:
         QtoolError: it is not.
     """
-    if not isinstance(found, kind):
+    if not is_of(found, kind):
         raise QtoolError(
-            f"{given.name}: {function} returns {type(found).__name__}{of}; {kind.__name__} is"
+            f"{given.name}: {function} returns {type(found).__name__}{of}; {_in_words(kind)} is"
             " expected"
         )
     return found

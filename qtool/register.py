@@ -8,7 +8,7 @@ from abc import ABCMeta
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from qtool import plugins, recipes
 from qtool.errors import QtoolError, checking
@@ -143,14 +143,17 @@ def register_method(method: "type[Transform] | type[Rounding]") -> None:
     """Let recipes name ``method`` under ``transforms`` or ``rounding``, whichever it is.
 
     Raises:
-        QtoolError: the name is taken, or it is neither, or lacks an attribute or a function, or
-            declares an option that no recipe could give.
+        QtoolError: the name is taken, or it is neither, or lacks an attribute or a function or has
+            one of another type, or declares an option that no recipe could give.
     """
     from qtool.calibration import ROUNDINGS, TRANSFORMS
     from qtool.calibration.method import Rounding, Transform
     from qtool.calibration.options import require_options
 
     _require(method, (Transform, Rounding), ("name", "needs_data"))
+    declared = get_type_hints(Transform if issubclass(method, Transform) else Rounding)
+    kinds = {name: get_args(constant)[0] for name, constant in declared.items()}
+    plugins.require_kinds(method, method.__name__, kinds)
     require_options(method)
     if issubclass(method, Transform):
         plugins.add(TRANSFORMS, method.name, method, "transform")

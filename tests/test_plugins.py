@@ -17,9 +17,10 @@ import qtool
 from qtool import plugins, recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.block import Block
-from qtool.calibration.method import Transform
+from qtool.calibration.method import Norm, Transform
 from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
+from qtool.calibration.transforms.clip import Clip
 from qtool.cli import cli
 from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
@@ -231,6 +232,14 @@ def transform(do: Callable[[Block], object]) -> dict[str, Any]:
             "a clip for 'up_proj', no linear of block 0: did you mean mlp.up_proj",
         ),
         (
+            lambda block: block.clips.update({"mlp.up_proj": 0.5}),
+            r"the clip 0.5 for .*layers.0.mlp.up_proj; a pair .clip, group_clip. is expected",
+        ),
+        (
+            lambda block: block.clips.update({"mlp.up_proj": ("0.5", 1.0)}),
+            "a pair .clip, group_clip. is expected, each of them a float or a tensor",
+        ),
+        (
             lambda block: block.weight("mlp.up").mul_(2),
             "'mlp.up': no module of block 0: did you mean mlp.up_proj",
         ),
@@ -263,6 +272,25 @@ def widened(block: Block) -> None:
         ),
         ("learn", lambda *_: None, "mine: learn returns NoneType; dict is expected"),
         ("learn", lambda *_: {"x": 1.0}, "mine: learn returns float for 'x'; Tensor is expected"),
+        ("embedding", lambda *_: None, "mine: embedding returns NoneType; Tensor is expected"),
+        (
+            "embedding",
+            lambda _, rows: rows[:, 1:],
+            r"mine: embedding makes a tensor .\d+, 127. of one .\d+, 128.; the same shape",
+        ),
+        ("head", lambda _, rows, norm: rows[1:], "mine: head makes a tensor"),
+        ("final_norm", lambda _, norm: norm.gain, "mine: final_norm returns Tensor; Norm is"),
+        (
+            "final_norm",
+            lambda _, norm: Norm(norm.gain[1:]),
+            r"final_norm makes a tensor .127. of one .128.; the same shape is expected",
+        ),
+        (
+            "permutes",
+            lambda *_: None,
+            "mine: permutes returns NoneType; Sequence.str. is",
+        ),
+        ("rotates", lambda *_: "mlp.up_proj", r"mine: rotates returns str; Sequence.str. is"),
         ("work", lambda *_: None, "mine: work returns NoneType; Work is expected"),
         ("held_bytes", lambda *_: None, "mine: held_bytes returns NoneType; int is expected"),
     ],
@@ -272,7 +300,7 @@ def test_what_a_method_returns_wrongly_is_named(
 ) -> None:
     recipe = transform(lambda _: None)
     mine: Any = TRANSFORMS["mine"]
-    mine.learns, mine.needs_data = True, True
+    mine.learns, mine.needs_data, mine.rewrites_embedding = True, True, True
     setattr(mine, function, returns)
     ids = torch.arange(64).view(2, 32)
     with pytest.raises(QtoolError, match=said):
@@ -330,6 +358,12 @@ def method(base: type, **body: Any) -> type:
     ("wrong", "said"),
     [
         (method(Transform), "Mine does not define apply"),
+        (method(RoundToNearest, name=5), "Mine: name is 5; str is expected"),
+        (method(RoundToNearest, needs_data="yes"), "Mine: needs_data is 'yes'; bool is expected"),
+        (method(Clip, after=["rotate"]), r"Mine: after is .'rotate'.; dict.str, str. is expected"),
+        (method(Clip, requires={"rotate": 1}), "Mine: requires is .'rotate': 1.; dict.str, str."),
+        (method(Clip, most={"x": "5"}), "Mine: most is .'x': '5'.; Mapping.str, float. is"),
+        (method(Clip, positive="x"), r"Mine: positive is 'x'; tuple.str, .... is expected"),
         (method(RoundToNearest, __annotations__={"x": float}, x=1.0), "Mine is no dataclass"),
         (
             dataclasses.dataclass(method(RoundToNearest, __annotations__={"x": float})),

@@ -13,6 +13,7 @@ Legend: H hidden size, N x K a linear's weight.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from qtool.calibration.stacking import by_kind, packed_in_turn
 from qtool.errors import QtoolError, suggest
 from qtool.models.family import Family
 from qtool.models.parts import Attention, Heads, SharedHeadCache
+from qtool.models.skeleton import CACHE_ARGUMENTS
 from qtool.schemes.arithmetic.online_hadamard import rotate, rotate_input
 from qtool.schemes.base import ClipRatio, Params, Scheme
 
@@ -77,8 +79,18 @@ class Block:
         return self.family.attention
 
     def with_cache(self, cache: Any) -> dict[str, Any]:
-        """The argument for :func:`.forwards.run` that puts ``cache`` in place of the KV cache."""
-        return {self.attention.cache: SharedHeadCache(cache, self.heads.kv)}
+        """The argument for :func:`.forwards.run` that puts ``cache`` in place of the KV cache.
+
+        Raises:
+            QtoolError: the block has no argument of the name that the family says.
+        """
+        name, taken = self.attention.cache, signature(self.module.forward).parameters
+        if name not in taken and name not in CACHE_ARGUMENTS:  # some take it in **kwargs
+            raise QtoolError(
+                f"family {self.family.name}: Attention.cache is {name!r}, and the arguments of a"
+                f" block are {', '.join(taken)}"
+            )
+        return {name: SharedHeadCache(cache, self.heads.kv)}
 
     def get(self, name: str) -> nn.Module:
         """The submodule ``name`` (a linear, a norm).

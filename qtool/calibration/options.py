@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from qtool.calibration.method import Method
 from qtool.errors import QtoolError, suggest
+from qtool.plugins import is_of
 
 #: the largest value of any number: the largest seed that torch takes
 LARGEST = 2**63 - 1
@@ -84,15 +85,9 @@ def check_options(method: type[Method], options: Mapping[str, Any]) -> None:
 
 def _is(kind: Any, value: Any, most: float) -> bool:
     """Whether ``value`` is of ``kind``; no number may be negative, or above ``most``."""
-    if get_origin(kind) in (UnionType, Union):
-        return any(_is(one, value, most) for one in get_args(kind))
-    if get_origin(kind) is Sequence:
-        of = get_args(kind)[0]
-        return isinstance(value, list | tuple) and all(_is(of, one, most) for one in value)
-    if kind in (int, float) and not isinstance(value, bool):
-        most = min(most, LARGEST)
-        return isinstance(value, int | kind) and 0 <= value <= most
-    return type(value) is kind
+    numbers = value if isinstance(value, list | tuple) else [value]
+    within = (0 <= one <= min(most, LARGEST) for one in numbers if type(one) in (int, float))
+    return is_of(value, kind) and all(within)
 
 
 def _in_words(kind: Any, bound: str) -> str:

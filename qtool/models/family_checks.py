@@ -1,8 +1,9 @@
 """Checks a family's declaration, and that a config.json holds the sizes that it is declared in."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
+from qtool import plugins
 from qtool.errors import QtoolError, suggest
 from qtool.models.family import MOST_BLOCKS, OPTIONAL, REQUIRED, SIZES, Family
 from qtool.models.parts import Fold
@@ -47,26 +48,27 @@ def require_sizes(family: Family, settings: SimpleNamespace) -> None:
 
 
 def require_consistent(family: Family) -> None:
-    """Check that what the declaration names is declared in it.
+    """Check that what the declaration names is declared in it, all of the types that are expected.
 
     Raises:
-        QtoolError: naming the part and what is not there.
+        QtoolError: naming the part and what is not there, or of another type.
     """
-    if isinstance(family.model_types, str):
-        raise QtoolError(
-            f"family {family.name}: model_types is {family.model_types!r}; a tuple is expected"
-        )
+    plugins.require_kinds(family, f"family {family.name}", get_type_hints(Family))
+    for part in filter(None, (*family.groups, family.attention, family.experts)):
+        kind = type(part)
+        name = f"family {family.name}: {kind.__name__}"
+        plugins.require_kinds(part, name, get_type_hints(kind))
     parts = {part for parts in family.fused.values() for part in parts}
-    named: dict[str, str] = {}
+    named = dict.fromkeys(family.biased, "biased")
     for group in family.groups:
-        if isinstance(group.linears, str) or not isinstance(group.fold, Fold):
-            raise QtoolError(
-                f"family {family.name}: a group has linears {group.linears!r} and fold"
-                f" {group.fold!r}; a tuple of names and a Fold are expected"
-            )
         named |= dict.fromkeys(group.linears, "groups")
         if group.fold is not Fold.NONE:
             named[group.source] = "source"
+        bias = f"{group.source}.bias"
+        if group.reads_residual and bias in family.tensors and not family.layer_norm:
+            raise QtoolError(
+                f"family {family.name}: tensors has {bias} of a norm, and layer_norm is False"
+            )
         if group.gate:
             named[group.gate] = "gate"
     if family.attention:

@@ -3,7 +3,7 @@
 ``plan`` prints a job, ``quantize`` carries it out.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, prod
@@ -30,6 +30,7 @@ from qtool.pipeline.recipe_fit.family_recipe import for_family, for_tied_head
 from qtool.pipeline.recipe_fit.group_fit import for_groups
 from qtool.pipeline.recipe_fit.layer_rules import require_matches, with_unmatched
 from qtool.pipeline.recipe_fit.tile_fit import for_shapes
+from qtool.plugins import require_returned
 from qtool.recipes import Recipe, Step
 from qtool.runtime.packed_kv import kv_tensors
 from qtool.schemes import SCHEMES
@@ -375,10 +376,10 @@ def _linears(
     """``names`` of linears whose inputs ``method`` permutes or rotates, in their order.
 
     Raises:
-        QtoolError: one of them is no linear of a block.
+        QtoolError: one of them is no linear of a block, or they are no names.
     """
     linears = set(family.linears())
-    for name in names:
+    for name in require_returned(method, does, names, Sequence[str]):  # type: ignore[type-abstract]
         if name not in linears:
             raise QtoolError(
                 f"{method.name}: it {does} the inputs of {name!r}, no linear of a {family.name} "

@@ -1,5 +1,7 @@
 """Static KV scales from the data, and blocks that see what the quantized cache would give them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +45,16 @@ def propagated(
 @torch.no_grad()
 def test_blocks_see_what_the_cache_gives(any_model: PreTrainedModel, kv: str | None) -> None:
     seen_as_cached(any_model, kv)
+
+
+@torch.no_grad()
+def test_a_cache_that_the_block_does_not_take_is_refused(any_model: PreTrainedModel) -> None:
+    family = family_of(any_model.config)
+    assert family.attention is not None
+    wrong = replace(family, attention=replace(family.attention, cache="nonsense"))
+    module = any_model.get_submodule(family.blocks)[0]  # type: ignore[index]
+    with pytest.raises(QtoolError, match=r"cache is 'nonsense', and the arguments of a block"):
+        Block(0, module, wrong, any_model.config, {}).with_cache(None)
 
 
 @pytest.mark.parametrize("model_type", ["mpt", "moshi"])

@@ -147,19 +147,30 @@ def test_declared_families_name_what_they_declare(family: Family) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"model_types": "mine"}, "model_types is 'mine'; a tuple is expected"),
+        ({"model_types": "mine"}, "model_types is 'mine'; tuple.str, .... is expected"),
         (
             {"groups": (LinearGroup((DOWN,), "up", Fold.NORM),)},
             "source names 'up', and tensors has",
         ),
         ({"groups": (LinearGroup((DOWN,), UP, Fold.PRODUCT, gate="g"),)}, "gate names 'g'"),
         ({"groups": (LinearGroup(("up",), "n", Fold.NONE),)}, "groups names 'up', and tensors has"),
-        ({"groups": (LinearGroup(DOWN, UP, Fold.PRODUCT),)}, "a group has linears 'mlp.down_proj'"),
+        ({"groups": (LinearGroup(DOWN, UP, Fold.PRODUCT),)}, "linears is 'mlp.down_proj'; tuple"),
         (
             {"groups": (LinearGroup((DOWN,), UP, "product"),)},
-            "and fold 'product'; a tuple of names",
+            "family Mine: LinearGroup: fold is 'product'; Fold is expected",
         ),
         ({"attention": Attention(q="q")}, "attention names 'q', and tensors has no q.weight"),
+        ({"attention": Attention(cache=5)}, "family Mine: Attention: cache is 5; str is expected"),  # type: ignore[arg-type]
+        ({"biased": ("q",)}, "biased names 'q', and tensors has no q.weight"),
+        ({"layer_norm": 1}, "layer_norm is 1; bool is expected"),
+        ({"norm_offset": None}, "norm_offset is None; float is expected"),
+        ({"choose": 5}, "choose is 5; Callable.* None is expected"),
+        ({"sizes": {"inter": 5}}, "sizes is .'inter': 5.; Mapping.str, Callable"),
+        ({"outside": {"x": (1, "q")}}, "outside is .'x': .1, 'q'..; Mapping.str, tuple.int"),
+        (
+            {"tensors": {**LLAMA.tensors, "input_layernorm.bias": "hidden"}},
+            "tensors has input_layernorm.bias of a norm, and layer_norm is False",
+        ),
         ({"tensors": {**LLAMA.tensors, "x.weight": "hiden"}}, "'hiden' of x.weight: .* hidden"),
     ],
 )

@@ -14,6 +14,8 @@ from qtool.errors import QtoolError
 from qtool.io.finite import finite_rows, is_finite, require_finite
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
+from qtool.pipeline.streaming.method_checks import rewritten
+from qtool.plugins import require_returned
 
 
 def tables(source: Checkpoint, job: Job, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -47,7 +49,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def _embedded(rows: Tensor, job: Job) -> Tensor:
     for transform in job.transforms:
-        rows = transform.embedding(rows)
+        rows = rewritten(transform, "embedding", rows, transform.embedding(rows))
     return rows
 
 
@@ -67,7 +69,9 @@ def _norm_and_head(
     head_name = f"{family.head}.weight"
     norms = [_final_norm(source, job)]  # the norm before each transform, and after the last one
     for transform in job.transforms:
-        norms.append(transform.final_norm(norms[-1]))
+        norm = require_returned(transform, "final_norm", transform.final_norm(norms[-1]), Norm)
+        rewritten(transform, "final_norm", norms[-1].gain, norm.gain)
+        norms.append(norm)
     for part, stored in norms[-1].stored().items() if family.final_norm else ():
         name = f"{family.final_norm}.{part}"
         yield name, as_stored(name, stored, job)
@@ -77,7 +81,8 @@ def _norm_and_head(
     for rows in _rows(source, stored_head, device):
         changed = rows
         for transform, norm in zip(job.transforms, norms, strict=False):
-            changed = transform.head(changed, norm.gain.to(device))
+            of_head = transform.head(changed, norm.gain.to(device))
+            changed = rewritten(transform, "head", changed, of_head)
         yield head_name, as_stored(head_name, changed, job)
 
 

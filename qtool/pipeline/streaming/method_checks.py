@@ -16,7 +16,8 @@ from qtool.errors import CheckFailed, QtoolError, checking, suggest
 from qtool.format import LinearFormat
 from qtool.io.finite import is_finite
 from qtool.pipeline.job import Job
-from qtool.schemes.base import Scheme
+from qtool.plugins import is_of, require_returned
+from qtool.schemes.base import ClipRatio, Scheme
 
 
 def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job) -> None:
@@ -37,6 +38,21 @@ def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job
                 f"{transform.name}: apply makes {job.full(block.index, name)} of shape"
                 f" {list(found[name].shape)}; {list(shape)} is expected"
             )
+
+
+def rewritten(transform: Transform, function: str, tensor: Tensor, found: Tensor) -> Tensor:
+    """``found``, in which ``function`` of ``transform`` rewrote ``tensor``.
+
+    Raises:
+        QtoolError: it is no tensor of the same shape.
+    """
+    require_returned(transform, function, found, Tensor)
+    if found.shape != tensor.shape:
+        raise QtoolError(
+            f"{transform.name}: {function} makes a tensor {list(found.shape)} of one"
+            f" {list(tensor.shape)}; the same shape is expected"
+        )
+    return found
 
 
 def require_stored(block: Block, job: Job) -> None:
@@ -75,6 +91,12 @@ def require_stored(block: Block, job: Job) -> None:
             f"a transform chooses a clip for {name!r}, no linear of block {block.index}: "
             + suggest(name, job.linears(block.index))
         )
+    for name, clips in block.clips.items():
+        if not is_of(clips, tuple[ClipRatio, ClipRatio]):
+            raise QtoolError(
+                f"a transform chooses the clip {clips!r} for {job.full(block.index, name)}; a pair"
+                " (clip, group_clip) is expected, each of them a float or a tensor"
+            )
 
 
 def require_packable(
