@@ -92,6 +92,12 @@ def test_a_forward_may_look_at_numbers() -> None:
         assert not family.streamed_only
 
 
+def test_transformers_sees_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("transformers.modeling_utils.logger.warning_once", said.append)
+    assert family_of(tiny_config("gpt2", pad_token_id=0)) and not said
+
+
 def test_a_quantized_cache_is_refused_where_a_recurrent_state_lies_beside_it() -> None:
     """Each block of Falcon-H1 has attention and Mamba, and one cache for both."""
     family = family_of(tiny_config("falcon_h1").to_dict())

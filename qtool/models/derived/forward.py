@@ -70,7 +70,7 @@ def _recorded(model: Any, text: str) -> Recorded:
             stack.enter_context(_weights_watched(recorder, names))
             stack.enter_context(RandomNumbers())
             stack.enter_context(AttentionAsProducts())
-            ids = torch.zeros(SHAPE, dtype=torch.long)
+            ids = _ids(run)
             recorder.produce(IDS, ids)
             stack.enter_context(recorder)
             run(input_ids=ids, use_cache=False)
@@ -87,6 +87,11 @@ def _recorded(model: Any, text: str) -> Recorded:
             f"({in_one_line(error)} in {recorder.modules[-1] or 'the model'})"
         ) from error
     return found
+
+
+def _ids(model: Any) -> Tensor:
+    """Token ids of :data:`SHAPE`, none of them for padding, of which transformers would warn."""
+    return torch.full(SHAPE, int(getattr(model.config, "pad_token_id", None) == 0))
 
 
 @contextmanager
@@ -147,7 +152,7 @@ def _takes_first(found: Recorded) -> bool:
         for block in modules:
             block.forward = forward
         with RandomNumbers():
-            found.text_model(input_ids=torch.zeros(SHAPE, dtype=torch.long), use_cache=False)
+            found.text_model(input_ids=_ids(found.text_model), use_cache=False)
     except (ValueError, IndexError, TypeError, AttributeError):
         return False
     finally:
