@@ -68,11 +68,13 @@ def refusal(error: Exception) -> str:
 
 
 @contextmanager
-def running(advice: str = "") -> Iterator[None]:
+def running(
+    advice: str = "", *, fails: str = "transformers cannot run the model of config.json"
+) -> Iterator[None]:
     """Put what a model's own forward raises while open into a sentence, with ``advice`` after it.
 
     Raises:
-        QtoolError: transformers cannot run the model, and what it says.
+        QtoolError: what ``fails``, and what it says.
     """
     try:
         yield
@@ -80,8 +82,7 @@ def running(advice: str = "") -> Iterator[None]:
         raise
     except Exception as error:  # whatever a model's own code raises
         raise QtoolError(
-            "transformers cannot run the model of config.json"
-            f" ({type(error).__name__}: {in_one_line(error)}){advice}"
+            f"{fails} ({type(error).__name__}: {in_one_line(error)}){advice}"
         ) from error
 
 

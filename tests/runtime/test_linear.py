@@ -9,6 +9,7 @@ from qtool import layouts, schemes
 from qtool.errors import QtoolError
 from qtool.format import CheckpointFormat, LinearFormat, Rule, of_any_expert
 from qtool.layouts.marlin_24 import Marlin24Layout
+from qtool.models.auto import running
 from qtool.runtime.linear import QuantLinear
 from qtool.schemes import Params
 from qtool.schemes.arithmetic.online_hadamard import rotate
@@ -77,6 +78,17 @@ def test_torch_compile_leaves_the_reference_as_it_is(scheme: str, layout: str) -
     torch.manual_seed(0)
     linear, x = quantized(scheme, layout, torch.randn(128, 256)), torch.randn(3, 256)
     assert torch.equal(torch.compile(linear, backend="aot_eager")(x), linear(x))
+
+
+def test_what_a_scheme_raises_is_not_said_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def matmul(*given: object) -> None:
+        raise KeyError("zero")
+
+    linear = quantized("w8a8", "row-major-8", torch.randn(128, 256))
+    monkeypatch.setattr(schemes.SCHEMES["w8a8"], "matmul", matmul)
+    said = r"^matmul of the scheme w8a8 fails \(KeyError: 'zero'\)$"
+    with pytest.raises(QtoolError, match=said), running():
+        linear(torch.ones(1, 256))
 
 
 def test_a_permuted_linear_gathers_its_input() -> None:
