@@ -20,7 +20,7 @@ from typing import Any
 
 import qtool
 from qtool import plugins
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, refuse_pipe
 from qtool.eval.compare import table
 from qtool.eval.engine import Engine, Model
 from qtool.eval.evaluate import LoadedTask
@@ -97,9 +97,10 @@ def read(directory: Path) -> list[SavedResult]:
     """The saved results in ``directory``; none if it has no ``eval.json``.
 
     Raises:
-        QtoolError: the file is damaged.
+        QtoolError: the file is damaged, or a pipe or a device.
     """
     path = directory / FILE
+    refuse_pipe(path)
     if not path.exists():
         return []
     try:

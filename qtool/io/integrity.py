@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import CheckFailed
+from qtool.errors import CheckFailed, refuse_pipe
 
 RECORD, CONFIG, INDEX = "qtool.json", "config.json", "model.safetensors.index.json"
 #: files that decide which token ids a text has
@@ -41,7 +41,12 @@ def require_intact(directory: Path) -> None:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """The content of the qtool.json in ``directory``; empty if it is missing or damaged."""
+    """The content of the qtool.json in ``directory``; empty if it is missing or damaged.
+
+    Raises:
+        QtoolError: it is a pipe or a device.
+    """
+    refuse_pipe(directory / RECORD)
     try:
         found = json.loads((directory / RECORD).read_text())
     except (OSError, ValueError):
@@ -119,7 +124,12 @@ def changed_beside_shards(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def sha256_of(path: Path) -> str | None:
-    """sha256 of the file ``path``; None if there is no such file."""
+    """sha256 of the file ``path``; None if there is no such file.
+
+    Raises:
+        QtoolError: it is a pipe or a device.
+    """
+    refuse_pipe(path)
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

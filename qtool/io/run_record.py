@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from qtool.distributed import ranks
+from qtool.errors import refuse_pipe
 from qtool.io.output import job_hash
 from qtool.io.safetensors import write_json
 
@@ -139,7 +140,12 @@ def device_name(device: torch.device) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The record in ``path``; {} if the file is missing, damaged or of another version."""
+    """The record in ``path``; {} if the file is missing, damaged or of another version.
+
+    Raises:
+        QtoolError: it is a pipe or a device.
+    """
+    refuse_pipe(path)
     try:
         found = json.loads(path.read_text())
         totals: dict[str, Any] = {key: str(found[key]) for key in ("job", "device")}

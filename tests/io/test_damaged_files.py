@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from safetensors.torch import save_file
 
 import qtool
 from qtool.errors import QtoolError
-from qtool.io.integrity import CONFIG, INDEX
+from qtool.eval import saved
+from qtool.io.integrity import CONFIG, INDEX, RECORD, hashes_beside_shards, read_record
+from qtool.io.run_record import read_run
 from qtool.io.safetensors import read_header
 from qtool.io.source import SINGLE, Checkpoint
 from tests.conftest import MakeModel
@@ -60,6 +64,23 @@ def test_a_pipe_is_not_waited_for(name: str, sharded: Path) -> None:
     os.mkfifo(sharded / name)
     with pytest.raises(QtoolError, match=rf"{name} is a pipe or a device, expected a file"):
         Checkpoint(sharded)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        (RECORD, read_record),
+        (CONFIG, hashes_beside_shards),
+        ("eval.json", saved.read),
+        ("run.json", partial(read_run, identity={})),
+    ],
+)
+def test_a_pipe_in_place_of_a_record_is_not_waited_for(
+    name: str, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(QtoolError, match=rf"{name} is a pipe or a device, expected a file"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["cut", "gone"])
