@@ -49,7 +49,7 @@ def questions(text: str, tokenizer: PreTrainedTokenizerBase) -> list[local_tasks
     places = range(0, len(starts) - CONTEXT - NEXT, CONTEXT + NEXT)
     if len(places) < CHOICES:
         raise QtoolError(
-            f"the text has {len(starts) - 1} tokens, {NAME} needs {CHOICES * (CONTEXT + NEXT)}"
+            f"{NAME} needs {CHOICES * (CONTEXT + NEXT)} tokens, and the text has {len(starts) - 1}"
         )
     nexts = [text[starts[place + CONTEXT] : starts[place + CONTEXT + NEXT]] for place in places]
     draw = random.Random(0)

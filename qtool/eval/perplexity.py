@@ -152,7 +152,7 @@ def cut_windows(ids: torch.Tensor, seqlen: int) -> torch.Tensor:
 def _tokenize(text: str, vocabulary: int, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)  # [tokens]
     if len(ids) < 2:
-        raise QtoolError(f"the text has {len(ids)} tokens: at least 2 are needed for a perplexity")
+        raise QtoolError(f"a perplexity needs at least 2 tokens, and the text has {len(ids)}")
     require_embedded(int(ids.max()), vocabulary)
     return ids
 

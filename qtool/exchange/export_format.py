@@ -185,7 +185,7 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
         lost = int((~torch.isfinite(cast)).sum())
         if lost:
             raise CheckFailed(
-                f"{what}: {lost} values do not fit {str(dtype).removeprefix('torch.')}"
+                f"{what}: values that do not fit {str(dtype).removeprefix('torch.')}: {lost}"
             )
     return cast
 

@@ -139,8 +139,8 @@ class Checkpoint:
         blocks = self.config.get("num_hidden_layers")
         if isinstance(blocks, int) and blocks > len(self.entries):
             raise QtoolError(
-                f"{directory}: config.json has {blocks} hidden layers, and the files only "
-                f"{len(self.entries)} tensors"
+                f"{directory}: config.json has {blocks} hidden layers, more than there are tensors"
+                f" in the files ({len(self.entries)})"
             )
 
     def _entries(self) -> dict[str, Entry]:

@@ -335,7 +335,7 @@ def require_finite(low: Tensor, high: Tensor, name: str) -> None:
         row, group = (int(i) for i in bad.nonzero()[0])
         raise QtoolError(
             f"{name}: the weight holds NaN or Inf, first in output channel {row}, group {group}"
-            f" ({int(bad.sum())} groups in all); only finite weights can be quantized"
+            f" (such groups: {int(bad.sum())}); only finite weights can be quantized"
         )
 
 
@@ -362,5 +362,5 @@ def require(holds: Tensor, invariant: str) -> None:
     if not bool(holds.all()):
         where = tuple(int(i) for i in (~holds).nonzero()[0])
         raise CheckFailed(
-            f"invariant {invariant} broken at {where} and {int((~holds).sum())} places in all"
+            f"invariant {invariant} broken at {where}; such places: {int((~holds).sum())}"
         )

@@ -261,7 +261,7 @@ def measure(
     rows = []
     for batch in batches:
         if batch > room:
-            print(f"batch {batch} left out: the cache holds {room} sequences", file=sys.stderr)
+            print(f"batch {batch} left out: the cache holds a batch of {room}", file=sys.stderr)
             continue
         seconds(batch, 4)  # compiles and allocates
         prefill, short, long = (

@@ -115,7 +115,7 @@ def test_out_of_memory_halves_the_batch(model, tokenizer, monkeypatch):
 
 
 def test_refusals(model, tokenizer):
-    with pytest.raises(QtoolError, match="the text has 1 tokens"):
+    with pytest.raises(QtoolError, match=r"at least 2 tokens, and the text has 1$"):
         perplexity("a", model, tokenizer)
     with pytest.raises(QtoolError, match=r"token id 92 but the model embeds 50 ids \(0 to 49\)"):
         perplexity(TEXT, make_model(50), tokenizer)

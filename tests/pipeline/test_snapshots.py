@@ -148,9 +148,9 @@ def test_activations_of_other_ranks_are_computed_again(
         path.rename(path.with_name(path.name.replace("0-of-1", "0-of-2")))
     caplog.clear()
     assert files(run(source, tmp_path / "out", resume=True)) == whole
-    lines = [record.message for record in caplog.records if "of 2 ranks" in record.message]
+    lines = [record.message for record in caplog.records if "world size 2" in record.message]
     assert lines == [
-        "the activations on disk are those of 2 ranks, this run has 1: the finished blocks are run "
+        "the activations on disk are of world size 2, this run has 1: the finished blocks are run "
         "again"
     ]
 

@@ -85,7 +85,7 @@ def kept_bias(gain: Tensor, bias: Tensor, name: str) -> Tensor:
     """
     if lost := int(((gain == 0) & (bias != 0)).sum()):
         raise QtoolError(
-            f"norm-fusion: {name} has {lost} channels with a bias and no weight, and nothing takes "
-            "its bias"
+            f"norm-fusion: {name} has channels with a bias and no weight, so that nothing "
+            f"takes the bias; such channels: {lost}"
         )
     return torch.where(gain == 0, 0.0, bias.double() / gain.double())

@@ -116,7 +116,7 @@ class Snapshots:
         sizes = {_numbers(name)[2] for name in self.output.kept_names(f"{NAME}-")}
         if sizes - {ranks.size()}:
             ranks.log(
-                f"the activations on disk are those of {min(sizes)} ranks, this run has "
+                f"the activations on disk are of world size {min(sizes)}, this run has "
                 f"{ranks.size()}: the finished blocks are run again"
             )
         return None

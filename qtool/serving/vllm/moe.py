@@ -174,7 +174,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         wanted = {(name, expert, shard) for expert in range(self.experts) for shard in shards}
         if missing := wanted - self.loaded:
             raise QtoolError(
-                f"{self.name}.{name}: {len(missing)} tensors of its experts were not loaded"
+                f"{self.name}.{name}: tensors of its experts that were not loaded: {len(missing)}"
             )
 
     def _of_one_input(self, part: str, tensor: Tensor) -> Tensor:
