@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -181,7 +181,7 @@ def _ends_in(name: str, within_block: frozenset[str]) -> bool:
 
 def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     names = config.get(key, ())
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+    if not plugins.is_of(names, Sequence[str]):
         raise ValueError(f"{key} {names!r}")
     return tuple(names)
 
