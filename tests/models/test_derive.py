@@ -1,15 +1,19 @@
 """A derived family is what a declaration by hand says, for every variant that is declared."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from qtool.errors import QtoolError
 from qtool.models import Family, Heads, family_of
 from qtool.models.derived import _derived, derive
+from qtool.models.derived.facts import STREAM, Kind
+from qtool.models.derived.recorder import Recorder
 from qtool.models.parts import LinearGroup
 from qtool.runtime.packed_kv import kv_tensors
 from tests.conftest import VARIANTS, MakeModel
@@ -212,3 +216,26 @@ def test_what_a_block_adds_is_multiplied_by_the_number_that_its_config_says(
     )
     found = {g.multiplier for block in blocks for g in block.groups if g.writes_residual}
     assert found == multipliers
+
+
+@pytest.mark.parametrize(
+    ("written", "factor"),
+    [
+        (lambda stream, x: stream + x / 4, 0.25),
+        (lambda stream, x: stream - x, -1.0),
+        (lambda stream, x: torch.rsub(x, stream), -1.0),
+        (lambda stream, x: torch.add(stream, x, alpha=0.5), None),
+        (lambda stream, x: stream + torch.div(x, 2, rounding_mode="floor"), None),
+    ],
+)
+def test_what_is_added_has_a_factor_only_if_an_operation_says_so(
+    written: Callable[[Tensor, Tensor], Tensor], factor: float | None
+) -> None:
+    recorder, (stream, x) = Recorder(nn.Module()), torch.zeros(2, 1, 4, 8)
+    recorder.produce(STREAM, stream)
+    recorder.produce("down.weight", x)
+    with recorder:
+        written(stream, x)
+    found = [facts["down.weight"] for _, facts in recorder.trace.writers if facts]
+    proved = [fact.factor for fact in found if fact.kind < Kind.MIXED]
+    assert proved == ([] if factor is None else [factor])

@@ -23,14 +23,11 @@ UNARY = {
 POSITIVE = {"relu", "leaky_relu"}
 
 
-def combine(
-    recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-) -> None:
+def combine(recorder: Recorder, name: str, a: Any, b: Any, out: Tensor) -> None:
     """Sums and products of two operands."""
-    a, b = args[:2]
     sides = [broadcast(recorder, x, out) if isinstance(x, Tensor) else {} for x in (a, b)]
-    if name in ("add", "sub") and any(STREAM in side for side in sides):
-        write(recorder, *sides, out=out)
+    if name not in ("mul", "div") and any(STREAM in side for side in sides):
+        write(recorder, *sides, out=out, sign=1.0 if name == "add" else -1.0)
         return
     combined: Facts = {}
     for side, other, operand in ((sides[0], sides[1], b), (sides[1], sides[0], a)):
@@ -39,12 +36,12 @@ def combine(
                 continue
             if name == "mul" and producer in other and _apart(fact, other[producer]):
                 part = f"{producer}{PART}{int(fact.channels.min())}"  # type: ignore[union-attr]
-                kind = kind_of(recorder, name, fact, operand, {}, divisor=False)
+                kind = kind_of(name, fact, operand, {}, divisor=False)
                 combined[part] = recorder.weaker(producer, fact, kind)
             elif producer in other:
                 combined[producer] = with_itself(recorder, name, producer, fact, other[producer])
             else:
-                kind = kind_of(recorder, name, fact, operand, other, divisor=operand is a)
+                kind = kind_of(name, fact, operand, other, divisor=operand is a)
                 unknown = not other and isinstance(operand, Tensor) and operand.numel() > 1
                 own_bias = producer == f"{recorder.modules[-1]}.weight"
                 if unknown and not own_bias and kind in (Kind.SCALED, Kind.ORDERED):
@@ -56,9 +53,7 @@ def combine(
     recorder.set(out, combined)
 
 
-def kind_of(
-    recorder: Recorder, name: str, fact: Fact, operand: Any, other: Facts, *, divisor: bool
-) -> Kind:
+def kind_of(name: str, fact: Fact, operand: Any, other: Facts, *, divisor: bool) -> Kind:
     """The kind of ``fact`` after ``operand`` multiplies the value or is added to it."""
     if name in ("mul", "div"):
         if name == "div" and divisor:
@@ -87,8 +82,11 @@ def with_itself(recorder: Recorder, name: str, producer: str, fact: Fact, other:
     return Fact(None, Kind.MIXED)
 
 
-def write(recorder: Recorder, a: Facts, b: Facts, *, out: Tensor) -> None:
-    """Note that one operand is added to the residual stream, which is the other."""
+def write(recorder: Recorder, a: Facts, b: Facts, *, out: Tensor, sign: float) -> None:
+    """Note that one operand is added to the residual stream, which is the other.
+
+    ``sign`` is -1 if one of the two is subtracted.
+    """
     stream, other = (dict(a), b) if STREAM in a else (dict(b), a)
     if STREAM in other:
         both = stream[STREAM], other[STREAM]
@@ -97,7 +95,7 @@ def write(recorder: Recorder, a: Facts, b: Facts, *, out: Tensor) -> None:
         recorder.set(out, {STREAM: Fact(both[0].channels, max(kind, Kind.SUM))})
         return
     own = stream.pop(STREAM)
-    written = {p: f._replace(factor=f.factor / own.factor) for p, f in other.items()}
+    written = {p: f._replace(factor=sign * f.factor / own.factor) for p, f in other.items()}
     recorder.trace.writers.append((recorder.modules[-1], stream | written))
     recorder.set(out, {STREAM: own._replace(factor=1.0)})
 

@@ -120,8 +120,8 @@ class Recorder(TorchDispatchMode):
             join(self, func, args, kwargs, out)
         elif operation in ("mm", "addmm", "bmm", "baddbmm"):
             multiply(self, operation, args, out)
-        elif operation in ("mul", "div", "add", "sub", "rsub") and isinstance(out, Tensor):
-            combine(self, operation, args, kwargs, out)
+        elif operation in ("mul", "div", "add", "sub", "rsub") and len(args) == 2 and not kwargs:
+            combine(self, operation, *args, out)
         elif operation.startswith("_scaled_dot_product"):
             attend(self, args[0], args[1], args[2], out)
         elif operation == "neg":
