@@ -283,6 +283,7 @@ def test_plan_says_what_quantize_makes_of_it(gptq: Path, layout: str | None, ord
                 found[f"model.layers.{block}.{linear.name}"] for block in kind.blocks
             }
     assert "repacked from GPTQ (gptq), code for code" in as_text(planned).splitlines()[0]
+    assert f"on {planned.device}: time about" in as_text(planned)
 
 
 @pytest.mark.parametrize(

@@ -645,6 +645,7 @@ def test_weights_are_rounded_to_nearest_on_the_device_of_the_run() -> None:
         for where, planned in (("one NVIDIA H200", gpu), ("two CPU cores", cpu)):
             (said,) = (line for line in as_text(planned).splitlines() if "time about" in line)
             assert said.startswith(f"on {where}: time about") and "calibration" not in said
+            assert planned.device == where.removeprefix("one ")
 
 
 def test_small_sizes_are_not_said_to_be_zero(make_model: MakeModel) -> None:

@@ -72,7 +72,7 @@ class Plan:
         shard_bytes: bytes of each file that is written.
         host_bytes: peak bytes of host memory of all processes.
         seconds: seconds of the run.
-        device: the device for which time and memory hold.
+        device: name of the device for which time and memory hold.
         gpus: number of these devices that share the run.
         device_bytes: peak bytes of each GPU.
         device_memory: bytes of memory of each GPU.
@@ -91,7 +91,7 @@ class Plan:
     shard_bytes: list[int]
     host_bytes: int
     seconds: float
-    device: str = "cpu"
+    device: str
     gpus: int = 1
     device_bytes: int = 0
     device_memory: float = 0
@@ -184,7 +184,7 @@ def _uncalibrated(job: Job, weights: int, device: torch.device, gpus: int) -> di
     """Time and memory of a run without calibration: the fields of a :class:`Plan`."""
     if device.type == "cpu":
         took = weights / CPU_WEIGHTS_PER_SECOND
-        return {"host_bytes": plain_host_bytes(job), "seconds": took}
+        return {"host_bytes": plain_host_bytes(job), "seconds": took, "device": CPU.name}
     if job.is_plain:  # memory holds one weight at a time, its codes and its packed form
         took = H200.start + weights / H200_WEIGHTS_PER_SECOND / gpus
         largest = max(n * k for b in job.distinct_blocks for n, k in job.linears(b).values())

@@ -149,9 +149,6 @@ def _costs(planned: Plan) -> Iterator[str]:
     """Lines on memory, time and disk."""
     took = f"time about {duration(planned.seconds)}"
     host = f"peak host memory about {bytes_text(planned.host_bytes)}"
-    if not planned.place and not planned.device_bytes:
-        yield f"on two CPU cores: {took}, {host}"
-        return
     device, each = f"one {planned.device}", ""
     if planned.gpus > 1:
         device, each = f"{planned.gpus} {planned.device}s", " of each"

@@ -15,6 +15,7 @@ from qtool.io.integrity import INDEX
 from qtool.io.source import SINGLE, Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.job import Job
+from qtool.pipeline.planning.estimate import CPU
 from qtool.pipeline.planning.plan import Plan, kinds, plain_host_bytes
 from qtool.pipeline.quantize import source_dtype
 from qtool.recipes import Recipe
@@ -64,5 +65,6 @@ def plan_repack(directory: Path, recipe: Recipe, layout: str | None) -> Plan:
         shard_bytes=shards,
         host_bytes=plain_host_bytes(job),
         seconds=sum(map(prod, job.source_shapes().values())) / WEIGHTS_PER_SECOND,
+        device=CPU.name,
         repacked=work.foreign.name,
     )
