@@ -1,6 +1,6 @@
 """Carries out a run by names: finds the model, fits the recipe, cuts the text, runs the job."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from os import PathLike, fspath
 from os.path import abspath
@@ -11,7 +11,8 @@ from qtool.distributed import ranks
 from qtool.errors import expand_home
 from qtool.exchange import export_formats
 from qtool.exchange.exportable import exported_formats
-from qtool.exchange.import_ import import_checkpoint
+from qtool.exchange.import_ import Import, import_checkpoint
+from qtool.format import CheckpointFormat
 from qtool.io.adapter import Adapter
 from qtool.io.output import require_new
 from qtool.io.source import DEMO, Checkpoint, directory_of, provenance
@@ -57,6 +58,9 @@ def run(
     adapter = None if options.adapter is None else Adapter(fspath(options.adapter))
     source = Checkpoint(directory, adapter)
     if options.repacks(source.config, recipe, text):
+        if export_format is not None:
+            native = Import(source, options.layout).native
+            _require_exportable(export_format, native, source.config, out, options)
         _log_unused(
             options, (*CALIBRATING, "keep_unknown"), "a quantized model is repacked as it is"
         )
@@ -69,9 +73,7 @@ def run(
         _log_unused(options, CALIBRATING, reason, text)
     if export_format is not None:
         untied = {"tie_word_embeddings": False} if job.unties else {}
-        exported_formats(export_formats.get(export_format), job.format, source.config | untied)
-        if not options.resume:
-            require_new(out.with_name(f"{out.name}-{export_format}"))
+        _require_exportable(export_format, job.format, source.config | untied, out, options)
     calibration = None
     if job.needs_data:
         # the module imports text generation, which takes seconds
@@ -129,6 +131,19 @@ def default_out(model: str | PathLike[str], scheme: str) -> Path:
 def default_text(directory: Path) -> str:
     """The calibration text of a model if the user gives none."""
     return "demo" if directory == DEMO else "wikitext2"
+
+
+def _require_exportable(
+    export_format: str,
+    native: CheckpointFormat,
+    config: Mapping[str, Any],
+    out: Path,
+    options: QuantizeOptions,
+) -> None:
+    """Refuse a result ``out`` that the format cannot express, and an ``OUT-FORMAT`` that exists."""
+    exported_formats(export_formats.get(export_format), native, config)
+    if not options.resume:
+        require_new(out.with_name(f"{out.name}-{export_format}"))
 
 
 def _log_unused(

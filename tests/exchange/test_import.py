@@ -310,6 +310,19 @@ def test_what_repacking_does_not_use_is_said(gptq: Path, caplog: pytest.LogCaptu
     assert f"a quantized model is {said}" in caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("export_format", "said"), [("nonsense", "unknown format"), ("awq", "made-awq exists already")]
+)
+def test_a_later_export_is_refused_before_repacking(
+    gptq: Path, export_format: str, said: str
+) -> None:
+    out = gptq.with_name("made")
+    (out.with_name("made-awq") / "before").mkdir(parents=True)
+    with pytest.raises(QtoolError, match=said):
+        qtool.quantize(gptq, "w4a16", out=out, export_format=export_format)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("damage", ["zero point", "shape", "lost"])
 def test_plan_refuses_what_only_the_files_show(gptq: Path, damage: str) -> None:
     up = "model.layers.0.mlp.up_proj"
