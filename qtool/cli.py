@@ -302,6 +302,8 @@ def _print_checks(rows: Sequence[Any], verbose: bool) -> None:
     for row in rows:
         if row.problem:
             click.echo(f"{row.name}: {row.problem}")
+    if not rows:
+        click.echo("no linear is packed; the files are those that were written")
     good = [row for row in rows if not row.problem]
     for kind in sorted({row.ran for row in good}):
         errors = [row.error for row in good if row.ran == kind]

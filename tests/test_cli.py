@@ -115,6 +115,16 @@ def test_verbose_lists_every_linear(native: Path) -> None:
         assert listed.count("model.layers.") >= 14
 
 
+def test_verify_says_so_if_the_cache_alone_is_quantized(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "kv.yaml"
+    recipe.write_text("{scheme: kv, layers: [{match: .*, scheme: null}], rounding: rtn, kv: kv4}")
+    native = tmp_path / "native"
+    assert run("quantize", make_model(), "--recipe", recipe, "--out", native).exit_code == 0
+    assert run("verify", native).stdout.startswith("no linear is packed; ")
+
+
 def test_json_of_every_command_that_makes_something(
     make_model: MakeModel, native: Path, tmp_path: Path
 ) -> None:
