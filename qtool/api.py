@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 from qtool import plugins
 from qtool.errors import (
-    NotDownloaded,
     QtoolError,
     expand_home,
     require_known,
     require_names,
     require_new_path,
     require_path,
-    require_positive,
 )
 from qtool.progress import Progress, require_progress
 from qtool.recipes import Recipe
@@ -38,7 +34,6 @@ if TYPE_CHECKING:
     from qtool.eval.engine import Engine
     from qtool.eval.results import Results
     from qtool.exchange.export import Exported
-    from qtool.io.source import Checkpoint
     from qtool.models import Family
     from qtool.pipeline.inspect import Row
     from qtool.pipeline.options import QuantizeKeywords
@@ -179,19 +174,10 @@ def quantize(
             name = scheme or Path(chosen.scheme).name
             target = require_new_path("out", out) if out is not None else default_out(model, name)
             return run(model, chosen, target, settings, device=own, **common)
-        from qtool.pipeline.in_memory import saved
+        from qtool.pipeline.in_memory import quantize_in_memory
 
-        if ranks.size() > 1:
-            raise QtoolError(
-                "a model in memory is quantized by one process: save it, and pass its directory "
-                "to several"
-            )
-
-        with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
-            target = require_new_path("out", out) if out is not None else Path(work) / "quantized"
-            done = run(source, chosen, target, settings, device=own, **common)
-            # the source is a temporary directory, so nothing can be compared with it later
-            return replace(done, source="") if out is not None else load(target, device=own)
+        path = None if out is None else require_new_path("out", out)
+        return quantize_in_memory(model, tokenizer, chosen, path, settings, device=own, **common)
 
 
 def plan(
@@ -232,29 +218,19 @@ def plan(
 
         qtool.plan("meta-llama/Llama-2-70b-hf", "w4a8-lqq").output_bytes
     """
-    from qtool.data.mix import count_windows
-    from qtool.models.architecture import require_dtype
-    from qtool.pipeline.job import Job
     from qtool.pipeline.options import QuantizeOptions
-    from qtool.pipeline.planning.plan import plan as planned
-    from qtool.pipeline.planning.repack import plan_repack
-    from qtool.pipeline.quantize import job_of
+    from qtool.pipeline.planning.plan_model import plan_model
 
     settings = QuantizeOptions.of({**options, "kv": kv})
-    if device_memory is not None:
-        require_positive("--device-memory", device_memory)
-    samples = count_windows(calibration, settings.samples)
-    chosen = settings.recipe(scheme, recipe, calibrated=calibration is not None)
-    config = _config_of(model)
-    if isinstance(model, str | os.PathLike) and settings.repacks(config, chosen, calibration):
-        return plan_repack(_config_directory(model), chosen, settings.layout)
-    if source := _local_source(model):
-        job = job_of(source, chosen, dtype=settings.dtype, keep_unknown=settings.keep_unknown)
-    else:
-        cast = None if settings.dtype is None else require_dtype("--dtype", settings.dtype)
-        job = Job.of(config, chosen, dtype=cast)
-    memory = {} if device_memory is None else {"device_memory": device_memory * 1e9}
-    return planned(job, samples, settings.seqlen, **memory, device=str(device), gpus=gpus)
+    return plan_model(
+        model,
+        settings.recipe(scheme, recipe, calibrated=calibration is not None),
+        settings,
+        text=calibration,
+        device_memory=device_memory,
+        device=str(device),
+        gpus=gpus,
+    )
 
 
 def sensitivity(
@@ -326,45 +302,6 @@ def sensitivity(
         )
 
 
-def _config_of(model: Model) -> dict[str, Any]:
-    """The config.json of a directory, a hub id, ``demo`` or a file, or of a model in memory."""
-    from qtool.io.source import read_config
-    from qtool.models.architecture import dtype_name
-    from qtool.pipeline.in_memory import require_model
-
-    if not isinstance(model, str | os.PathLike):
-        require_model(model)
-        return model.config.to_dict() | {"dtype": dtype_name(model.dtype)}
-    return read_config(_config_directory(model))
-
-
-def _local_source(model: Model) -> Checkpoint | None:
-    """The checkpoint of a local directory or ``demo``, if its safetensors files are there."""
-    from qtool.distributed import ranks
-    from qtool.io.integrity import INDEX
-    from qtool.io.source import DEMO, Checkpoint
-
-    if not isinstance(model, str | os.PathLike):
-        return None
-    directory = DEMO if model == "demo" else expand_home(model)
-    if not (directory / INDEX).exists() and not any(directory.glob("*.safetensors")):
-        return None
-    try:
-        return Checkpoint(directory)
-    except NotDownloaded as error:
-        ranks.log(f"{error}; the plan is of config.json alone, and the weights were not looked at")
-        return None
-
-
-def _config_directory(model: Name) -> Path:
-    """The directory of the config.json of a directory, a hub id, ``demo`` or that file itself."""
-    from qtool.io.source import directory_of
-
-    if Path(model).name == "config.json":
-        return expand_home(model).parent
-    return directory_of(model, weights=False)
-
-
 def family(model: Model) -> tuple[Family, dict[str, Any]]:
     """The family of ``model`` and its config: declared, or derived from transformers' own model.
 
@@ -380,8 +317,9 @@ def family(model: Model) -> tuple[Family, dict[str, Any]]:
         print(list(family.linears()))
     """
     from qtool.models import family_of
+    from qtool.pipeline.given_model import config_of
 
-    config = _config_of(model)
+    config = config_of(model)
     return family_of(config), config
 
 
@@ -414,32 +352,17 @@ def verify(
         assert not [row for row in qtool.verify("demo-lqq") if row.problem]
     """
     from qtool.eval.engine import require_engine
-    from qtool.io.integrity import damaged_shards, recorded_hashes
-    from qtool.io.source import Checkpoint
-    from qtool.pipeline.verify import Verified
+    from qtool.pipeline.given_model import native_directory
     from qtool.pipeline.verify import verify as verified
-    from qtool.runtime.read_linear import packed_names
 
     require_progress(progress)
-    directory = _native(model)
+    directory = native_directory(model)
     require_engine(_engine(engine), tensor_parallel)
     if engine is not None:
         from qtool.serving.verify import verify_in_vllm
 
         return list(verify_in_vllm(directory, tensor_parallel=tensor_parallel))
-    rows: list[Verified] = []
-    try:
-        total = len(packed_names(Checkpoint(directory)))
-    except QtoolError:
-        damaged = damaged_shards(directory) if recorded_hashes(directory) else ()
-        if rows := [Verified(shard, problem) for shard, problem in damaged]:
-            return rows
-        raise
-    for row in verified(directory, device=device):
-        rows.append(row)
-        if progress:
-            progress(min(len(rows), total), total, {})
-    return rows
+    return list(verified(directory, device=device, progress=progress))
 
 
 def evaluate(
@@ -489,7 +412,7 @@ def evaluate(
         return evaluate_checkpoints(names, model, compare, engine=_engine(engine), **options)
     from qtool.eval.evaluate import TaskKeywords
     from qtool.eval.evaluate import evaluate as evaluate_loaded
-    from qtool.pipeline.in_memory import require_model, require_tokenizer
+    from qtool.pipeline.given_model import require_model, require_tokenizer
 
     require_model(model)
     require_known(options, TaskKeywords.__annotations__)
@@ -557,11 +480,12 @@ def export(
     """
     from qtool.exchange import export_formats
     from qtool.exchange.export import export as exported
+    from qtool.pipeline.given_model import native_directory
     from qtool.pipeline.quantize import require_apart
     from qtool.pipeline.run import default_out
 
     require_progress(progress)
-    directory, format = _native(model), export_formats.get(format).name
+    directory, format = native_directory(model), export_formats.get(format).name
     target = default_out(model, format) if out is None else require_new_path("out", out)
     require_apart(target, directory)
     return exported(directory, format, target, tensor_parallel=tensor_parallel, progress=progress)
@@ -611,9 +535,10 @@ def inspect(model: Name) -> list[Row]:
 
         [(row.name, row.bits) for row in qtool.inspect("demo-lqq")]
     """
+    from qtool.pipeline.given_model import native_directory
     from qtool.pipeline.inspect import inspect as inspected
 
-    return inspected(_native(model))
+    return inspected(native_directory(model))
 
 
 def write_report(
@@ -647,13 +572,14 @@ def write_report(
 
         qtool.write_report("demo-lqq", compare="demo", tasks=["demo"])
     """
+    from qtool.pipeline.given_model import native_directory
     from qtool.pipeline.run import default_out
     from qtool.report.build import report
 
     names = require_names("tasks", tasks)
     if data_dir is not None and not names:
         raise QtoolError(f"--data-dir {data_dir}: it is for --tasks, and none is named")
-    directory = _native(model)
+    directory = native_directory(model)
     if out is None and not expand_home(model).is_dir():
         out = default_out(model, "report.html")
     return report(
@@ -730,23 +656,3 @@ def export_formats() -> list[tuple[str, str]]:
 
     plugins.load()
     return [(target.name, target.about) for target in EXPORT_FORMATS.values()]
-
-
-def _native(model: Name) -> Path:
-    """The directory of a model that must be a native checkpoint.
-
-    Raises:
-        QtoolError: it is not quantized, or not by qtool.
-    """
-    from qtool.format import native_format
-    from qtool.io.source import directory_of, read_config
-
-    directory = directory_of(model)
-    config = read_config(directory)
-    if "quantization_config" not in config:
-        raise QtoolError(
-            f"{model}: the model is not quantized; make a quantized one first:"
-            f" qtool quantize {model} --scheme w4a8-lqq"
-        )
-    native_format(config)
-    return directory

@@ -1,40 +1,54 @@
-"""Saves a model in memory as a checkpoint directory, for as long as a run reads it."""
+"""Quantizes a model in memory: it is saved as a checkpoint, for as long as a run reads it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io import hub
-from qtool.runtime.load import load_tokenizer
+from qtool.pipeline.given_model import require_model, require_tokenizer
+from qtool.pipeline.options import QuantizeOptions
+from qtool.pipeline.run import run
+from qtool.pipeline.summary import Quantized
+from qtool.recipes import Recipe
+from qtool.runtime.load import load, load_tokenizer
 
 
-def require_model(model: object) -> None:
-    """Check that a ``model`` which is neither a path nor a name is a model of transformers.
+def quantize_in_memory(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    recipe: Recipe,
+    out: Path | None,
+    options: QuantizeOptions,
+    *,
+    device: str,
+    **others: Any,
+) -> Quantized | PreTrainedModel:
+    """Quantize ``model``, which is not changed, into ``out``, or into a model on ``device``.
+
+    Args:
+        tokenizer: as in :func:`saved`.
+        others: further arguments of :func:`qtool.pipeline.run.run`.
 
     Raises:
-        QtoolError: it is not a model of transformers.
+        QtoolError: several processes run, or as :func:`saved` and ``run``.
     """
-    if not isinstance(model, PreTrainedModel):
+    if ranks.size() > 1:
         raise QtoolError(
-            f"model {model!r}: a directory, a hub id, demo or a transformers model is expected"
+            "a model in memory is quantized by one process: save it, and pass its directory to "
+            "several"
         )
-
-
-def require_tokenizer(tokenizer: object) -> None:
-    """Check that the tokenizer of a model in memory is one of transformers, not a name.
-
-    Raises:
-        QtoolError: it is not a tokenizer of transformers.
-    """
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise QtoolError(
-            f"tokenizer {tokenizer!r}: a transformers tokenizer is expected, as"
-            " qtool.load_tokenizer gives it"
-        )
+    with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
+        target = out or Path(work) / "quantized"
+        done = run(source, recipe, target, options, device=device, **others)
+        # the source is a temporary directory, so nothing can be compared with it later
+        return replace(done, source="") if out else load(target, device=device)
 
 
 @contextmanager

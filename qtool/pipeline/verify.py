@@ -15,10 +15,11 @@ from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat, native_format, same_bytes
-from qtool.io.integrity import changed_beside_shards, damaged_shards
+from qtool.io.integrity import changed_beside_shards, damaged_shards, recorded_hashes
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.torch_defaults import torch_defaults
+from qtool.progress import Progress
 from qtool.runtime.device import require_device
 from qtool.runtime.dispatch import Kernel
 from qtool.runtime.linear import QuantLinear
@@ -48,15 +49,29 @@ class Verified:
     error: float = 0.0
 
 
-def verify(directory: Path, *, device: str | torch.device = "cpu") -> Iterator[Verified]:
+def verify(
+    directory: Path, *, device: str | torch.device = "cpu", progress: Progress | None = None
+) -> Iterator[Verified]:
     """Check config.json, index, tokenizer, shards and packed linears of a native checkpoint.
 
-    A checkpoint in which nothing is quantized is a problem too.
+    A checkpoint in which nothing is quantized is a problem too. If a shard is missing or cannot be
+    read, only shards are checked.
+
+    Args:
+        progress: called after each linear with (done, total, notes).
 
     Raises:
         QtoolError: ``directory`` is no native checkpoint, or the device does not exist.
     """
-    where, checkpoint = require_device(device), Checkpoint(directory)
+    where = require_device(device)
+    try:
+        checkpoint = Checkpoint(directory)
+    except QtoolError:
+        damaged = list(damaged_shards(directory)) if recorded_hashes(directory) else []
+        if not damaged:
+            raise
+        yield from (Verified(shard, problem) for shard, problem in damaged)
+        return
     checkpoint_format = native_format(checkpoint.config)
     yield from (Verified(file, problem) for file, problem in changed_beside_shards(directory))
     yield from (Verified(shard, problem) for shard, problem in damaged_shards(directory))
@@ -67,18 +82,24 @@ def verify(directory: Path, *, device: str | torch.device = "cpu") -> Iterator[V
     names = dict.fromkeys((*stored, *filter(checkpoint_format.of, linears)))
     if not names and checkpoint_format.kv is None:
         yield Verified(str(directory), "no linear is packed, so nothing was verified")
-    for name in names:
-        linear_format = checkpoint_format.of(name)
-        if linear_format is None:
-            yield Verified(name, "stored packed, but quantization_config leaves it in 16 bits")
-            continue
-        if f"{name}.qweight" not in checkpoint:
-            yield Verified(name, "quantization_config has it packed, but it is not stored so")
-            continue
-        try:
-            yield _linear(checkpoint, name, linear_format, where)
-        except (CheckFailed, QtoolError) as error:
-            yield Verified(name, str(error))
+    for number, name in enumerate(names, 1):
+        yield _linear(checkpoint, name, checkpoint_format.of(name), where)
+        if progress:
+            progress(number, len(names), {})
+
+
+def _linear(
+    checkpoint: Checkpoint, name: str, linear_format: LinearFormat | None, device: torch.device
+) -> Verified:
+    """The outcome for the linear ``name``, which the config has in ``linear_format``."""
+    if linear_format is None:
+        return Verified(name, "stored packed, but quantization_config leaves it in 16 bits")
+    if f"{name}.qweight" not in checkpoint:
+        return Verified(name, "quantization_config has it packed, but it is not stored so")
+    try:
+        return _packed(checkpoint, name, linear_format, device)
+    except QtoolError as error:
+        return Verified(name, str(error))
 
 
 def _kv_scales(checkpoint: Checkpoint, kv: str | None) -> Iterator[Verified]:
@@ -101,9 +122,14 @@ def _kv_scales(checkpoint: Checkpoint, kv: str | None) -> Iterator[Verified]:
 
 @torch_defaults()
 @torch.no_grad()
-def _linear(
+def _packed(
     checkpoint: Checkpoint, name: str, linear_format: LinearFormat, device: torch.device
 ) -> Verified:
+    """The outcome for a packed linear.
+
+    Raises:
+        QtoolError: a check failed, or the linear cannot be loaded.
+    """
     linear = load_linear(checkpoint, name, linear_format, device)
     scheme = linear_format.scheme_object
     codes, params = linear.unpack()

@@ -55,6 +55,16 @@ def test_other_bytes_for_the_same_codes(
     assert problems() == {"packing the unpacked s2 does not give the stored bytes"}
 
 
+def test_progress_counts_linears_alone(make_model: MakeModel, tmp_path: Path) -> None:
+    native = quantize(Checkpoint(make_model()), recipes.load("w4a8-lqq"), tmp_path / "native")
+    (native / "config.json").write_text((native / "config.json").read_text() + " ")
+    seen = []
+    rows = list(verify(native, progress=lambda done, total, notes: seen.append((done, total))))
+    linears = [row for row in rows if row.ran]
+    assert len(linears) == len(rows) - 1
+    assert seen == [(number, len(linears)) for number in range(1, len(linears) + 1)]
+
+
 @pytest.mark.parametrize(
     ("name", "edit"),
     [("config.json", {"rope_theta": 5e5}), (INDEX, {"metadata": {"total_size": 0}})],

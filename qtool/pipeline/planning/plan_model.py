@@ -1,0 +1,74 @@
+"""Plans a run by names: finds the model and its headers, fits the recipe, counts the windows.
+
+:mod:`qtool.pipeline.run` carries out what is planned here.
+"""
+
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from qtool.data.mix import CalibrationMix, count_windows
+from qtool.distributed import ranks
+from qtool.errors import NotDownloaded, expand_home, require_positive
+from qtool.io.integrity import INDEX
+from qtool.io.source import DEMO, Checkpoint
+from qtool.models.architecture import require_dtype
+from qtool.pipeline.given_model import Name, config_directory, config_of
+from qtool.pipeline.job import Job
+from qtool.pipeline.options import QuantizeOptions
+from qtool.pipeline.planning.plan import Plan, plan
+from qtool.pipeline.planning.repack import plan_repack
+from qtool.pipeline.quantize import job_of
+from qtool.recipes import Recipe
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedModel
+
+
+def plan_model(
+    model: "Name | PreTrainedModel",
+    recipe: Recipe,
+    options: QuantizeOptions,
+    *,
+    text: "CalibrationMix | None",
+    device_memory: float | None,
+    device: str,
+    gpus: int,
+) -> Plan:
+    """The plan of quantizing ``model`` by ``recipe``: see the public API.
+
+    Args:
+        text: the calibration text, of which only the windows are counted.
+        device_memory: memory of the GPU, in GB (1e9 bytes); None: an H200's.
+
+    Raises:
+        QtoolError: what :func:`qtool.pipeline.run.run` would refuse for model, recipe or shapes.
+    """
+    memory: dict[str, Any] = {}
+    if device_memory is not None:
+        require_positive("--device-memory", device_memory)
+        memory = {"device_memory": device_memory * 1e9}
+    samples, config = count_windows(text, options.samples), config_of(model)
+    if isinstance(model, str | PathLike):
+        if options.repacks(config, recipe, text):
+            return plan_repack(config_directory(model), recipe, options.layout)
+        source = _local_source(model)
+    else:
+        source = None
+    if source:
+        job = job_of(source, recipe, dtype=options.dtype, keep_unknown=options.keep_unknown)
+    else:
+        cast = None if options.dtype is None else require_dtype("--dtype", options.dtype)
+        job = Job.of(config, recipe, dtype=cast)
+    return plan(job, samples, options.seqlen, **memory, device=device, gpus=gpus)
+
+
+def _local_source(model: Name) -> Checkpoint | None:
+    """The checkpoint of a local directory or ``demo``, if its safetensors files are there."""
+    directory = DEMO if model == "demo" else expand_home(model)
+    if not (directory / INDEX).exists() and not any(directory.glob("*.safetensors")):
+        return None
+    try:
+        return Checkpoint(directory)
+    except NotDownloaded as error:
+        ranks.log(f"{error}; the plan is of config.json alone, and the weights were not looked at")
+        return None
