@@ -18,8 +18,11 @@ INTERVAL = 1.96
 
 
 def standard_error(values: list[float]) -> float | None:
-    """The standard error of the mean of ``values``; None for fewer than two of them."""
-    if len(values) < 2:
+    """The standard error of the mean of ``values``.
+
+    It is None for fewer than two values, or if one of them is not finite.
+    """
+    if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
     return float(torch.tensor(values, dtype=torch.float64).std() / math.sqrt(len(values)))
 

@@ -12,7 +12,6 @@ from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.eval.channel_range import channel_amax, role, worst
 from qtool.eval.checkpoints import evaluate_checkpoints
-from qtool.eval.evaluate import TaskKeywords
 from qtool.eval.kv_error import kv_errors
 from qtool.eval.perplexity import cut_windows
 from qtool.format import native_format
@@ -72,14 +71,13 @@ def report(
                 f"--compare {compare} is the model of the report itself: pass the model that was "
                 "quantized"
             )
-    if tasks:
-        options: TaskKeywords = {"data_dir": data_dir, "batch_size": 8}
-        evaluate_checkpoints(tasks, str(directory), compare, device=device, save=True, **options)
     out = out or directory / "report.html"
     if out.is_dir():
         raise QtoolError(f"--out {out} is a directory: a file to write is expected")
     if not out.parent.is_dir():
         raise QtoolError(f"{out.parent} is no directory: the report cannot be written there")
+    if tasks:
+        evaluate_checkpoints(tasks, directory, compare, device=device, save=True, data_dir=data_dir)
     found = collect(directory, compare, device)
     write_text(out, render(found))
     if problems := [problem for check in found.checks for problem in check.problems]:

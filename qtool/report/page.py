@@ -7,6 +7,7 @@ since anyone may have chosen the names in a checkpoint.
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from math import isfinite
 from statistics import fmean, median
 from typing import Any
 
@@ -68,7 +69,9 @@ def view(report: Report) -> dict[str, Any]:
             [q for q in report.quality if not q.baseline], *models
         ),
         "without_results": commands.evaluation(commands.TASKS, *models),
-        "rises": [rises(q) for q in report.quality if len(q.rises) > 1],
+        "rises": [
+            rises(q) for q in report.quality if len(q.rises) > 1 and all(map(isfinite, q.rises))
+        ],
         "errors": errors(report),
         "errors_are": ERRORS.get(report.errors.what, "") if report.errors else "",
         "gains": gains(record.get("blocks", [])),

@@ -4,6 +4,7 @@ act.
 
 import copy
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -453,6 +454,16 @@ def test_kept_results_stand_in_the_page_with_their_intervals(base, quantized):
     )
 
 
+def test_an_infinite_perplexity_stands_in_the_page(base, quantized):
+    for model, nll in ((quantized, [math.inf, 2.0]), (base, [1.0, 2.0])):
+        details = {"nll": sum(nll), "tokens": 2, "window_nll": nll}
+        metric = {"perplexity": Metric(math.exp(sum(nll) / 2), None, False)}
+        result = TaskResult("t", "perplexity", "f", 2, metric, details)
+        saved.save(quantized, SavedResult(saved.identity(model), {"task": "t"}, [result]))
+    words = page_of(quantized).words
+    assert "inf nats" in words and "nan" not in words
+
+
 def test_the_headline_says_each_task_once_for_its_options(base, quantized):
     own, other = saved.identity(quantized), saved.identity(base)
     for facts in ({"torch": "1"}, {"torch": "2"}, {"limit": 2}):
@@ -479,7 +490,7 @@ def test_refusals(make_model, quantized):
     with pytest.raises(QtoolError, match="is no directory"):
         report(quantized, None, [], out=Path("/absent/x.html"), data_dir=None, device="cpu")
     with pytest.raises(QtoolError, match="is a directory: a file to write is expected"):
-        report(quantized, None, [], out=quantized, data_dir=None, device="cpu")
+        report(quantized, None, ["unknown"], out=quantized, data_dir=None, device="cpu")
 
 
 @pytest.mark.parametrize("spelling", ["same", "dots", "link", "relative"])
