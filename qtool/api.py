@@ -281,7 +281,7 @@ def sensitivity(
     from qtool.distributed import ranks
     from qtool.io.source import directory_of
     from qtool.pipeline.options import QuantizeOptions
-    from qtool.pipeline.sensitivity import write_recipe
+    from qtool.pipeline.sensitivity_recipe import write_recipe
     from qtool.runtime.device import require_device
 
     require_progress(progress)

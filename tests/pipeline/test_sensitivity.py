@@ -67,7 +67,7 @@ def test_its_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr("qtool.pipeline.sensitivity.load", load)
+    monkeypatch.setattr("qtool.pipeline.sensitivity_recipe.load", load)
     with pytest.raises(QtoolError, match=r"loaded on cuda:1 beside \['cuda:1'\]"):
         qtool.sensitivity("demo", CHOICES, 8.0, tmp_path / "mix.yaml", device="cuda:1", **GIVEN)
 
@@ -201,7 +201,7 @@ def test_a_directory_that_takes_no_file_is_refused_before_anything_is_measured(
     def refuse(dir: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("qtool.pipeline.sensitivity.TemporaryFile", refuse)
+    monkeypatch.setattr("qtool.pipeline.sensitivity_recipe.TemporaryFile", refuse)
     with pytest.raises(QtoolError, match="cannot be written there: Read-only file system"):
         qtool.sensitivity(tmp_path / "no-model", CHOICES, 6.0, tmp_path / "a.yaml", **GIVEN)
 
