@@ -4,7 +4,6 @@ import io
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,19 +33,13 @@ from qtool.cli_arguments import (
     print_json,
 )
 from qtool.cli_bench import bench
+from qtool.cli_errors import exit_code, show
 from qtool.distributed import watch
 from qtool.errors import CheckFailed, QtoolError
 from qtool.table import render
 
 #: the exit code if the reader of a pipe has ended, as shells report it
 CLOSED_PIPE = 141
-#: advice after Ctrl-C, by command
-INTERRUPTED = {
-    "quantize": "; finished shards are kept: the same command with --resume continues",
-    "export": "; finished shards are kept, but for GGUF: the same command continues",
-    "import": "; finished shards are kept: the same command continues",
-    "eval": "; with --save each finished task is kept",
-}
 log = logging.getLogger("qtool")
 
 
@@ -86,39 +79,9 @@ def main() -> None:
         watch.leave(CLOSED_PIPE)
     except (Exception, KeyboardInterrupt) as error:
         if watch.fail():
-            _show(error)
-        watch.leave(_exit_code(error))
+            show(error)
+        watch.leave(exit_code(error))
     watch.leave(0)
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, click.Abort | KeyboardInterrupt):
-        return 130
-    mistakes = (QtoolError, OSError, click.ClickException)
-    return 2 if isinstance(error, mistakes) and not isinstance(error, CheckFailed) else 1
-
-
-def _show(error: BaseException) -> None:
-    """Print a sentence for the user; a traceback for a defect of qtool, or with --debug."""
-    if isinstance(error, click.Abort | KeyboardInterrupt):
-        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-        click.echo(f"qtool: interrupted{INTERRUPTED.get(command, '')}", err=True)
-    elif isinstance(error, click.ClickException):
-        error.show()
-    elif isinstance(error, QtoolError | OSError):
-        # OSError means no permission, no space or no such path; a traceback would not help
-        if "--debug" in sys.argv:
-            traceback.print_exception(error)
-        click.echo(f"qtool: {_sentence(error)}", err=True)
-    else:
-        traceback.print_exception(error)
-
-
-def _sentence(error: QtoolError | OSError) -> str:
-    if isinstance(error, OSError) and error.filename:
-        # the second file name is the target of a copy
-        return f"{error.filename2 or error.filename}: {error.strerror}"
-    return str(error)
 
 
 def _is_first_rank() -> bool:

@@ -30,7 +30,7 @@ FLOORS = [
     {"serving"},
     {"register", "lm_eval", "transformers"},
     {"api"},
-    {"cli_arguments"},
+    {"cli_arguments", "cli_errors"},
     {"cli_bench"},
     {"cli"},
     {"__init__", "__main__"},

@@ -1,0 +1,47 @@
+"""What a command that fails prints, and its exit code."""
+
+import sys
+import traceback
+
+import click
+
+from qtool.errors import CheckFailed, QtoolError
+
+#: advice after Ctrl-C, by command
+INTERRUPTED = {
+    "quantize": "; finished shards are kept: the same command with --resume continues",
+    "export": "; finished shards are kept, but for GGUF: the same command continues",
+    "import": "; finished shards are kept: the same command continues",
+    "eval": "; with --save each finished task is kept",
+}
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for bad usage or bad input, 130 for an interruption, 1 for a failed check or a defect."""
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        return 130
+    mistakes = (QtoolError, OSError, click.ClickException)
+    return 2 if isinstance(error, mistakes) and not isinstance(error, CheckFailed) else 1
+
+
+def show(error: BaseException) -> None:
+    """Print a sentence for the user; a traceback for a defect of qtool, or with --debug."""
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        click.echo(f"qtool: interrupted{INTERRUPTED.get(command, '')}", err=True)
+    elif isinstance(error, click.ClickException):
+        error.show()
+    elif isinstance(error, QtoolError | OSError):
+        # OSError means no permission, no space or no such path; a traceback would not help
+        if "--debug" in sys.argv:
+            traceback.print_exception(error)
+        click.echo(f"qtool: {_sentence(error)}", err=True)
+    else:
+        traceback.print_exception(error)
+
+
+def _sentence(error: QtoolError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename:
+        # the second file name is the target of a copy
+        return f"{error.filename2 or error.filename}: {error.strerror}"
+    return str(error)
