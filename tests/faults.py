@@ -982,7 +982,7 @@ FAULTS = [
         ),
         (
             "qtool/io/output.py",
-            'return record if found == record["sha256"] else None',
+            'return record if record["sha256"] == sha256_of(path) else None',
             "return record",
             "tests/pipeline/test_snapshots.py -k damaged",
         ),

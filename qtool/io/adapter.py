@@ -8,7 +8,6 @@ threads and of rows read together do not change it, and rounded once. Unknown se
 and so is a tensor that belongs to no weight of the model.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.io.finite import require_finite
+from qtool.io.integrity import sha256_of
 from qtool.io.safetensors import Computed, Entry, read, read_header
 from qtool.io.source import provenance, read_json, resolve
 
@@ -104,10 +104,7 @@ class Adapter:
             raise QtoolError(f"{path}: {WEIGHTS} holds no tensors, so there is nothing to merge")
         for tensor, entry in self.entries.items():
             require_finite(f"{path}: {tensor}", read(entry))
-        self.hashes = {}
-        for file in (CONFIG, WEIGHTS):
-            with (path / file).open("rb") as opened:
-                self.hashes[file] = hashlib.file_digest(opened, "sha256").hexdigest()
+        self.hashes = {file: sha256_of(path / file) for file in (CONFIG, WEIGHTS)}
 
     def identity(self) -> dict[str, Any]:
         """The adapter's provenance: directory, hub id if it has one, hashes."""

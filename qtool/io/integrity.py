@@ -94,7 +94,7 @@ def damaged_shards(directory: Path) -> Iterator[tuple[str, str]]:
     if not recorded:
         yield RECORD, UNREADABLE
         return
-    with ThreadPoolExecutor(min(len(recorded), os.cpu_count() or 1) or 1) as pool:
+    with ThreadPoolExecutor(min(len(recorded), os.cpu_count() or 1)) as pool:
         found = pool.map(sha256_of, (directory / Path(shard).name for shard in recorded))
         for (shard, expected), digest in zip(recorded.items(), found, strict=True):
             if digest is None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
-from qtool.io.integrity import CONFIG, INDEX, RECORD, hashes_beside_shards, read_record
+from qtool.io.integrity import CONFIG, INDEX, RECORD, hashes_beside_shards, read_record, sha256_of
 from qtool.io.model_card import model_card
 from qtool.io.safetensors import Entry, read_header, write, write_json, write_text
 from qtool.io.source import BASE_CARD, CARD
@@ -184,9 +184,7 @@ class Output:
             record: dict[str, Any] = json.loads(record_path.read_text())
             if record["job"] != job_hash(self.identity):
                 return None
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            return record if found == record["sha256"] else None
+            return record if record["sha256"] == sha256_of(path) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

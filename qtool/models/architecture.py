@@ -60,30 +60,31 @@ class Architecture:
 
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors that the source must hold, by full name."""
-        shapes = self.embedding_and_head()[0]
-        for block in range(self.blocks):
-            shapes |= {
-                self.full(block, name): shape for name, shape in self.block_shapes(block).items()
-            }
-        last = self.embedding_and_head()[1]
+        first, last = self.embedding_and_head()
         if self.tied:
             del last[f"{self.family.head}.weight"]
-        return shapes | last
+        blocks = {
+            self.full(block, name): shape
+            for block in range(self.blocks)
+            for name, shape in self.block_shapes(block).items()
+        }
+        return first | blocks | last
 
     def embedding_and_head(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
         """Shapes of the tensors before the blocks (tables) and after them (final norm, head)."""
         family, dims = self.family, self.family.dimensions(self.namespace)
-        first = {f"{family.embedding}.weight": (dims["vocab"], dims["hidden"])}
+        first: dict[str, tuple[int, ...]] = {}
+        last: dict[str, tuple[int, ...]] = {}
+        first[f"{family.embedding}.weight"] = (dims["vocab"], dims["hidden"])
         if family.positions:
             first[f"{family.positions}.weight"] = (dims["positions"], dims["hidden"])
-        last: dict[str, tuple[int, ...]] = {}
         if family.final_norm:
             last[f"{family.final_norm}.weight"] = (dims["hidden"],)
         has_bias = family.layer_norm if family.final_bias is None else family.final_bias
         if family.final_norm and has_bias:
             last[f"{family.final_norm}.bias"] = (dims["hidden"],)
         last[f"{family.head}.weight"] = (dims.get("head", dims["vocab"]), dims["hidden"])
-        return dict(first), last | dict(family.outside)
+        return first, last | dict(family.outside)
 
 
 def context_length(settings: Any) -> int | None:

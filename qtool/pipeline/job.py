@@ -31,7 +31,7 @@ from qtool.pipeline.recipe_fit.group_fit import for_groups
 from qtool.pipeline.recipe_fit.layer_rules import require_matches, with_unmatched
 from qtool.pipeline.recipe_fit.tile_fit import for_shapes
 from qtool.plugins import require_returned
-from qtool.recipes import Recipe, Step
+from qtool.recipes import LayerRule, Recipe, Step
 from qtool.runtime.packed_kv import kv_tensors
 from qtool.schemes import SCHEMES
 from qtool.schemes.kv import KV_QUANTIZERS
@@ -330,7 +330,7 @@ def _require_all_fit(job: Job) -> None:
         job.rounding.require_scheme(linear_format.scheme_object)
 
 
-def _linear_format(rule: Any, dtype: torch.dtype) -> LinearFormat | None:
+def _linear_format(rule: LayerRule, dtype: torch.dtype) -> LinearFormat | None:
     if rule.scheme is None:
         return None
     if rule.scheme not in SCHEMES and rule.scheme in recipes.built_in():

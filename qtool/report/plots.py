@@ -75,7 +75,7 @@ def channels(title: str, amax: torch.Tensor, top: float, *, before: bool) -> str
         return _svg(axes, title)
 
 
-def pooled(values: "np.ndarray") -> "np.ndarray":
+def pooled(values: np.ndarray) -> np.ndarray:
     """At most COLUMNS values, each the largest of its neighbours, so that no peak is lost."""
     each = -(-len(values) // COLUMNS)
     padded = np.pad(values, (0, -len(values) % each), constant_values=-np.inf)

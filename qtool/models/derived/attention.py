@@ -47,7 +47,7 @@ class BlockAttention:
         expected = (place[:, None] * heads.dim + torch.arange(heads.dim)).flatten()
         return bool((values.long() == rows[expected]).all())
 
-    def heads_of(self, producer: str, fact: Fact) -> dict[str, str] | None:
+    def heads_of(self, producer: str) -> dict[str, str] | None:
         """Names of q, k and v (or of v alone) if ``producer`` makes the values."""
         call = self._call_of(producer)
         if call is None:
@@ -74,7 +74,7 @@ class BlockAttention:
             if call is None or read.facts[producer].kind != Kind.HEADS:
                 continue
             sides = [self._projection(side) for side in (call.q, call.k)]
-            names = self.heads_of(producer, call.v[producer])
+            names = self.heads_of(producer)
             if None in sides or names is None or not {"q_proj", "k_proj"} <= names.keys():
                 continue
             norms = [side[1] for side in sides if side is not None]

@@ -46,7 +46,7 @@ class Folds:
         ):
             return none
         if len(direct) == 1 and self.attention.is_output(direct[0], facts[direct[0]]):
-            names = self.attention.heads_of(direct[0], facts[direct[0]])
+            names = self.attention.heads_of(direct[0])
             if names is None:
                 return none
             ordered = facts[direct[0]].kind == Kind.HEADS and not others

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from qtool.calibration.rounding.rtn import chunk_bytes
+from qtool.data.mix import SAMPLES
 from qtool.errors import QtoolError, require_count
 from qtool.models.architecture import dtype_name
 from qtool.pipeline import free_memory
 from qtool.pipeline.job import Job
+from qtool.pipeline.options import SEQLEN
 from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.estimate import CPU, H200, Rates, seconds
 from qtool.pipeline.streaming import activations
@@ -136,8 +138,8 @@ class Plan:
 
 def plan(
     job: Job,
-    samples: int = 128,
-    seqlen: int = 2048,
+    samples: int = SAMPLES,
+    seqlen: int = SEQLEN,
     device_memory: float = H200.memory,
     host_memory: float | None = None,
     *,

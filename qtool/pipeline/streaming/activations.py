@@ -56,7 +56,7 @@ def device_room(
 
 
 def described(job: Job, tokens: int, window: int, device: torch.device, place: str) -> str:
-    """One line about the activations and their place, for plans and logs."""
+    """A sentence on the size of the activations and their place."""
     size = bytes_text(activation_bytes(job, tokens, window, device))
     return f"calibration activations: {size}, kept {PLACES[place]}"
 
