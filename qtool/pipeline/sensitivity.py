@@ -9,7 +9,7 @@ token, with only that group rounded to nearest; the costs of several groups are 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -169,9 +169,10 @@ class Candidates:
         Raises:
             QtoolError: the budget is below the smallest choice, or enough for unquantized weights.
         """
-        least = sum(min(self.bits(g, c) for c in self.choices) for g in self.groups) / self.weights
-        if budget_bits < least:
-            raise QtoolError(f"--budget-bits {budget_bits}: at least {least:.3f} are needed")
+        least = sum(min(self.bits(g, c) for c in self.choices) for g in self.groups)
+        if budget_bits * self.weights < least:
+            enough = ceil(1000 * least / self.weights) / 1000
+            raise QtoolError(f"--budget-bits {budget_bits}: at least {enough:.3f} are needed")
         whole = sum(self.bits(g, SIXTEEN) for g in self.groups) / self.weights
         if budget_bits >= whole and SIXTEEN in self.choices:
             raise QtoolError(

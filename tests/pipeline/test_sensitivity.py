@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +19,11 @@ import qtool
 from qtool import recipes
 from qtool.cli import cli
 from qtool.errors import QtoolError
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.source import DEMO, Checkpoint, read_config
 from qtool.pipeline.divergence import Probe
 from qtool.pipeline.inspect import total
 from qtool.pipeline.job import Job
-from qtool.pipeline.sensitivity import _pattern, recipes_of
+from qtool.pipeline.sensitivity import Candidates, _pattern, recipes_of
 from tests.conftest import MakeModel
 from tests.models.tiny import save_tiny
 
@@ -236,6 +237,18 @@ def test_a_budget_below_the_smallest_choice_is_refused_before_anything_is_measur
     monkeypatch.setattr("qtool.pipeline.sensitivity.Probe", None)
     with pytest.raises(QtoolError, match="at least 5"):
         qtool.sensitivity(make_model(), ["w4a16:32", "w8a8"], 4.9, tmp_path / "a.yaml", **GIVEN)
+
+
+def test_a_budget_is_enough_that_was_said_to_be() -> None:
+    choices = recipes_of(["w4a16:channel", "w8a8"])
+    job = Job.of(read_config(DEMO), recipes.load("w8a8"))
+    groups = [(0, group.linears) for group in job.block_family(0).groups]
+    candidates = Candidates(job, groups, choices)
+    with pytest.raises(QtoolError) as refused:
+        candidates.require_budget(1.0)
+    said = re.search(r"at least (\S+) are needed", str(refused.value))
+    assert said is not None
+    candidates.require_budget(float(said[1]))
 
 
 @pytest.mark.parametrize(
