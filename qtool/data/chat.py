@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, in_one_line
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +46,7 @@ def _rendered(chat: Chat, tokenizer: "PreTrainedTokenizerBase", name: str) -> st
         return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False))
     except Exception as error:  # a template is the model author's program and may raise anything
         raise QtoolError(
-            f"{name}: the tokenizer's chat template cannot render it ({error})"
+            f"{name}: the tokenizer's chat template cannot render it ({in_one_line(error)})"
         ) from error
 
 

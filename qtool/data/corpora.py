@@ -30,7 +30,7 @@ from textwrap import shorten
 from typing import Any
 
 from qtool.data import text_files
-from qtool.errors import QtoolError, expand_home, require_path, suggest
+from qtool.errors import QtoolError, expand_home, in_one_line, require_path, suggest
 from qtool.io import hub
 from qtool.io.source import DEMO
 
@@ -208,7 +208,7 @@ def _download(source: str, split: str, wanted: Source) -> list[str]:
         state = (
             "no connection to the hub"
             if not hub.reachable()
-            else f"{type(error).__name__}: {error}"
+            else f"{type(error).__name__}: {in_one_line(error)}"
         )
         raise QtoolError(
             f"the {split} text of {source} is not here and cannot be downloaded from "

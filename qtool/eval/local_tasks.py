@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.data import corpora
-from qtool.errors import QtoolError, refuse_pipe
+from qtool.errors import QtoolError, in_one_line, refuse_pipe
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -122,7 +122,7 @@ def _as_published(
     except Exception as error:
         raise QtoolError(
             f"{message}, or the fields of lm-eval's data set for {name} "
-            f"({type(error).__name__}: {error})"
+            f"({type(error).__name__}: {in_one_line(error)})"
         ) from error
     if task.config.num_fewshot and task.fewshot_cfg.samples is None:
         raise QtoolError(

@@ -91,8 +91,8 @@ def test_chats_need_a_template(tokenizer: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(QtoolError, match=r"data set holds chats .* no chat template"):
         documents(data_set, tokenizer)
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles') }}")
-    with pytest.raises(QtoolError, match=r"data set, chat 1: .* cannot render it \(roles\)"):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('ro\n les') }}")
+    with pytest.raises(QtoolError, match=r"data set, chat 1: .* cannot render it \(ro les\)"):
         documents(data_set, tokenizer)
     with pytest.raises(QtoolError, match='a list of messages with "role"'):
         documents(datasets.Dataset.from_dict({"messages": [[{"a": 1}]]}), tokenizer)

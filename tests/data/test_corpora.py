@@ -89,6 +89,18 @@ def test_published_c4_shards_are_cut_at_the_same_document_as_the_hub(tmp_path):
     assert len(corpora.load("c4", split="test", data_dir=tmp_path).documents) == 1100
 
 
+def test_what_the_hub_says_is_one_line(monkeypatch):
+    import datasets
+
+    def fail(**kwargs):
+        raise ValueError("no such\n data set\n\nTry again.")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(corpora.hub, "reachable", lambda: True)
+    with pytest.raises(QtoolError, match=r"\(ValueError: no such data set\): put it at"):
+        corpora.load("pile", split="train")
+
+
 def test_hub_rows_reach_the_caller_in_order(monkeypatch):
     import datasets
 
