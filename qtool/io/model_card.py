@@ -11,6 +11,12 @@ from qtool.io.source import BASE_CARD
 
 #: fields of the base model's card that hold for the result too
 INHERITED = ("license", "license_name", "license_link", "language")
+#: facts of the calibration that the card shows
+CALIBRATION = ("text", "samples", "seqlen", "windows", "continued_by", "seed")
+#: the entry of an export's notes with the relative error of each linear's weight
+ERRORS = "relative weight errors"
+#: each saved evaluation replaces the text between these two
+RESULTS = "<!-- results -->", "<!-- /results -->"
 
 TEMPLATE = """---
 {front}---
@@ -62,12 +68,6 @@ EXPORTED = """---
 
 `qtool.json` holds the relative error of every weight against the checkpoint it was exported from.
 {base}"""
-
-
-#: the entry of an export's notes with the relative error of each linear's weight
-ERRORS = "relative weight errors"
-#: each saved evaluation replaces the text between these two
-RESULTS = "<!-- results -->", "<!-- /results -->"
 
 
 def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
@@ -186,9 +186,6 @@ def _how(provenance: Mapping[str, Any]) -> str:
     versions = provenance.get("versions", {})
     lines.append("- " + ", ".join(f"{name} {version}" for name, version in versions.items()))
     return "\n".join(lines)
-
-
-CALIBRATION = ("text", "samples", "seqlen", "windows", "continued_by", "seed")
 
 
 def _inherited(card: Path) -> dict[str, Any]:
