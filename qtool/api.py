@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from qtool.eval.results import Results
     from qtool.exchange.export import Exported
     from qtool.models import Family
+    from qtool.pipeline.given_model import Name
     from qtool.pipeline.inspect import Row
     from qtool.pipeline.options import QuantizeKeywords
     from qtool.pipeline.planning.plan import Plan
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from qtool.pipeline.summary import Quantized
     from qtool.pipeline.verify import Verified
 
-    #: a directory, a hub id or ``demo``; a path is a directory
-    Name: TypeAlias = str | os.PathLike[str]
     Model: TypeAlias = Name | PreTrainedModel
     RecipeLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Recipe
     OneText: TypeAlias = str | Path | Sequence[str] | Sequence[Sequence[int]] | Tensor | Dataset
@@ -356,8 +355,8 @@ def verify(
     from qtool.pipeline.verify import verify as verified
 
     require_progress(progress)
-    directory = native_directory(model)
     require_engine(_engine(engine), tensor_parallel)
+    directory = native_directory(model)
     if engine is not None:
         from qtool.serving.verify import verify_in_vllm
 
@@ -485,7 +484,8 @@ def export(
     from qtool.pipeline.run import default_out
 
     require_progress(progress)
-    directory, format = native_directory(model), export_formats.get(format).name
+    format = export_formats.get(format).name
+    directory = native_directory(model)
     target = default_out(model, format) if out is None else require_new_path("out", out)
     require_apart(target, directory)
     return exported(directory, format, target, tensor_parallel=tensor_parallel, progress=progress)

@@ -369,6 +369,19 @@ def test_load_by_name_and_by_device_map() -> None:
         qtool.load("demo", device_map="nowhere")
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda absent: qtool.export(absent, "no-format"),
+        lambda absent: qtool.quantize(absent, "w8a8", export_format="no-format"),
+        lambda absent: qtool.verify(absent, engine="no-engine"),
+    ],
+)
+def test_a_wrong_name_is_refused_before_a_model_is_looked_for(ask: Callable[[str], Any]) -> None:
+    with pytest.raises(QtoolError, match=r"'no-(format|engine)'"):
+        ask("absent/")
+
+
 def test_export_and_import_report_progress(make_model: MakeModel, tmp_path: Path) -> None:
     native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "q").directory
     seen: dict[str, list[tuple[int, int]]] = {"export": [], "import": [], "verify": []}

@@ -12,6 +12,7 @@ from qtool.models.architecture import dtype_name
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
 
+#: a directory, a hub id or ``demo``; a path is a directory
 Name: TypeAlias = str | PathLike[str]
 
 

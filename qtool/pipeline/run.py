@@ -10,6 +10,7 @@ from typing import Any
 from qtool.distributed import ranks
 from qtool.errors import expand_home
 from qtool.exchange import export_formats
+from qtool.exchange.export_format import ExportFormat
 from qtool.exchange.exportable import exported_formats
 from qtool.exchange.import_ import Import, import_checkpoint
 from qtool.format import CheckpointFormat
@@ -53,14 +54,15 @@ def run(
     Raises:
         QtoolError: anything wrong with the input.
     """
+    target = None if export_format is None else export_formats.get(export_format)
     directory = directory_of(model)
     require_apart(out, directory)
     adapter = None if options.adapter is None else Adapter(fspath(options.adapter))
     source = Checkpoint(directory, adapter)
     if options.repacks(source.config, recipe, text):
-        if export_format is not None:
+        if target is not None:
             native = Import(source, options.layout).native
-            _require_exportable(export_format, native, source.config, out, options)
+            _require_exportable(target, native, source.config, out, options)
         _log_unused(
             options, (*CALIBRATING, "keep_unknown"), "a quantized model is repacked as it is"
         )
@@ -71,9 +73,9 @@ def run(
     if not job.needs_data:
         reason = f"recipe {recipe.scheme}/{recipe.variant} looks at no activations"
         _log_unused(options, CALIBRATING, reason, text)
-    if export_format is not None:
+    if target is not None:
         untied = {"tie_word_embeddings": False} if job.unties else {}
-        _require_exportable(export_format, job.format, source.config | untied, out, options)
+        _require_exportable(target, job.format, source.config | untied, out, options)
     calibration = None
     if job.needs_data:
         # the module imports text generation, which takes seconds
@@ -134,16 +136,16 @@ def default_text(directory: Path) -> str:
 
 
 def _require_exportable(
-    export_format: str,
+    target: ExportFormat,
     native: CheckpointFormat,
     config: Mapping[str, Any],
     out: Path,
     options: QuantizeOptions,
 ) -> None:
-    """Refuse a result ``out`` that the format cannot express, and an ``OUT-FORMAT`` that exists."""
-    exported_formats(export_formats.get(export_format), native, config)
+    """Refuse a result ``out`` that ``target`` cannot express, and an ``OUT-FORMAT`` that exists."""
+    exported_formats(target, native, config)
     if not options.resume:
-        require_new(out.with_name(f"{out.name}-{export_format}"))
+        require_new(out.with_name(f"{out.name}-{target.name}"))
 
 
 def _log_unused(
