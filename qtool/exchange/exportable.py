@@ -18,6 +18,8 @@ from qtool.format import CheckpointFormat, LinearFormat
 from qtool.models import Family, family_of
 from qtool.models.joined import joined_in_block
 
+#: a model to export: its format, its config.json, and the GPUs that share it
+Model = tuple[CheckpointFormat, Mapping[str, Any], int]
 #: model types whose published checkpoints hold a block's experts as one stack, and the first
 #: version of vLLM whose loaders take packed experts one by one
 SPLIT_EXPERTS = {
@@ -68,12 +70,12 @@ def formats_that_take(checkpoint_format: CheckpointFormat, config: Mapping[str, 
     return names
 
 
-def _that_take(*model: Any) -> list[str]:
+def _that_take(*model: *Model) -> list[str]:
     formats = export_formats.EXPORT_FORMATS
     return [name for name, target in formats.items() if _takes(target, *model)]
 
 
-def _takes(target: ExportFormat, *model: Any) -> bool:
+def _takes(target: ExportFormat, *model: *Model) -> bool:
     try:
         _formats(target, *model)
     except QtoolError:
