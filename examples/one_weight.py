@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from qtool import layouts, schemes
-from qtool.io.source import Checkpoint, resolve
+from qtool.io.model_directory import resolve
+from qtool.io.source import Checkpoint
 
 
 def main() -> None:

@@ -278,7 +278,7 @@ def sensitivity(
         qtool.quantize("demo", recipe="mixed.yaml", calibration="demo")
     """
     from qtool.distributed import ranks
-    from qtool.io.source import directory_of
+    from qtool.io.model_directory import directory_of
     from qtool.pipeline.options import QuantizeOptions
     from qtool.pipeline.sensitivity_recipe import write_recipe
     from qtool.runtime.device import require_device
@@ -617,7 +617,7 @@ def load(
 
         model, tokenizer = qtool.load("demo-lqq"), qtool.load_tokenizer("demo-lqq")
     """
-    from qtool.io.source import directory_of
+    from qtool.io.model_directory import directory_of
     from qtool.runtime.load import load as loaded
 
     directory = directory_of(model)
@@ -630,7 +630,7 @@ def load_tokenizer(model: Name) -> PreTrainedTokenizerBase:
     Raises:
         QtoolError: if there is none.
     """
-    from qtool.io.source import directory_of
+    from qtool.io.model_directory import directory_of
     from qtool.runtime.load import load_tokenizer as loaded
 
     return loaded(directory_of(model))

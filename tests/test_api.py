@@ -22,7 +22,8 @@ from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.eval.checkpoints import EvaluateKeywords, evaluate_checkpoints
 from qtool.eval.evaluate import load_tasks
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.pipeline import calibration_windows
 from qtool.pipeline.options import QuantizeKeywords, QuantizeOptions
 from qtool.pipeline.quantize import Calibration

@@ -21,8 +21,9 @@ from qtool import recipes
 from qtool.data.corpora import data_directory
 from qtool.errors import QtoolError, in_one_line
 from qtool.io.finite import require_all_finite
+from qtool.io.model_directory import DEMO
 from qtool.io.safetensors import space_for, write_text
-from qtool.io.source import DEMO, Checkpoint, read_config
+from qtool.io.source import Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.load import load
 from tests.conftest import MakeModel

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from qtool import recipes
 from qtool.data import corpora
 from qtool.data.windows import cut, token_ids
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.recipes import Recipe
 from qtool.runtime.load import load, load_tokenizer

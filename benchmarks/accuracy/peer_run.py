@@ -30,7 +30,8 @@ import qtool
 from qtool.data import corpora
 from qtool.data.windows import cut, token_ids
 from qtool.exchange.import_formats import import_format_of
-from qtool.io.source import Checkpoint, resolve
+from qtool.io.model_directory import resolve
+from qtool.io.source import Checkpoint
 from qtool.pipeline.inspect import total
 from qtool.runtime.load import load_as_stored
 

@@ -21,7 +21,8 @@ from schemes import divergence, named_schemes, rise_and_error, rise_text
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from qtool.io.source import Checkpoint, resolve
+from qtool.io.model_directory import resolve
+from qtool.io.source import Checkpoint
 from qtool.models.cache_argument import CACHE
 from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.quantize import Calibration, quantize

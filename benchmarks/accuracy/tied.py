@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from qtool import recipes
 from qtool.data.continuation import continued
-from qtool.io.source import Checkpoint, resolve
+from qtool.io.model_directory import resolve
+from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 import qtool
 from qtool import recipes
 from qtool.bench.stored import store
-from qtool.io.source import resolve
+from qtool.io.model_directory import resolve
 from qtool.recipes import Recipe
 
 RESULTS = Path(__file__).parents[1] / "results" / "outliers.json"

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from qtool.io.source import DEMO
+from qtool.io.model_directory import DEMO
 from qtool.runtime.load import load_tokenizer
 
 SURE = 5.0  #: smallest wanted distance of the right token's logit from the next best

@@ -24,7 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qtool import recipes
 from qtool.exchange import export_formats
 from qtool.exchange.export import export
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.huggingface import dequantized, quantized_linears
 from qtool.runtime.load import load

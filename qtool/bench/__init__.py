@@ -35,7 +35,7 @@ def bench_quantize(
         QtoolError: ``model`` is neither a model nor a shape, or ``device_memory`` is no memory.
     """
     from qtool.bench import quantize, random_checkpoint
-    from qtool.io.source import resolve
+    from qtool.io.model_directory import resolve
     from qtool.pipeline.options import RecipeOverrides
 
     if device_memory is not None:

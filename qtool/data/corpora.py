@@ -32,7 +32,7 @@ from typing import Any
 from qtool.data import text_files
 from qtool.errors import QtoolError, expand_home, in_one_line, require_path, suggest
 from qtool.io import hub
-from qtool.io.source import DEMO
+from qtool.io.model_directory import DEMO
 
 TRAIN, TEST = "train", "test"
 Rows = tuple[int, int | None]  # the first row, and the one after the last

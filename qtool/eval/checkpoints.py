@@ -18,7 +18,8 @@ from qtool.eval.evaluate import LoadedTask, TaskKeywords, load_tasks
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
 from qtool.io.integrity import read_record
-from qtool.io.source import DEMO, directory_of, read_config
+from qtool.io.model_directory import DEMO, directory_of
+from qtool.io.source import read_config
 from qtool.models.architecture import DTYPES, dtype_name, require_dtype
 from qtool.models.torch_defaults import torch_defaults
 from qtool.runtime.load import load, load_tokenizer

@@ -29,7 +29,8 @@ from qtool.exchange.exportable import exported_formats
 from qtool.exchange.formats.affine import asymmetric_4
 from qtool.exchange.formats.compressed_tensors import E4M3_MAX, CompressedTensors
 from qtool.format import native_format
-from qtool.io.source import directory_of, read_config
+from qtool.io.model_directory import directory_of
+from qtool.io.source import read_config
 from qtool.models import family_of
 from qtool.models.cache_argument import CACHE
 from qtool.runtime.huggingface import quantized_linears

@@ -22,8 +22,9 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.io.finite import require_finite
 from qtool.io.integrity import sha256_of
+from qtool.io.model_directory import provenance, resolve
 from qtool.io.safetensors import Computed, Entry, read, read_header
-from qtool.io.source import provenance, read_json, resolve
+from qtool.io.source import read_json
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."

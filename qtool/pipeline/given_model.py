@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from qtool.errors import QtoolError, expand_home
 from qtool.format import native_format
-from qtool.io.source import directory_of, read_config
+from qtool.io.model_directory import directory_of
+from qtool.io.source import read_config
 from qtool.models.architecture import dtype_name
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -32,7 +33,7 @@ def config_directory(model: Name) -> Path:
     """The directory of the config.json of a directory, a hub id, ``demo`` or that file itself.
 
     Raises:
-        QtoolError: as :func:`qtool.io.source.directory_of`.
+        QtoolError: as :func:`qtool.io.model_directory.directory_of`.
     """
     if Path(model).name == "config.json":
         return expand_home(model).parent

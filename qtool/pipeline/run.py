@@ -15,8 +15,9 @@ from qtool.exchange.exportable import exported_formats
 from qtool.exchange.import_ import Import, import_checkpoint
 from qtool.format import CheckpointFormat
 from qtool.io.adapter import Adapter
+from qtool.io.model_directory import DEMO, directory_of, provenance
 from qtool.io.output import require_new
-from qtool.io.source import DEMO, Checkpoint, directory_of, provenance
+from qtool.io.source import Checkpoint
 from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.quantize import job_of, quantize, require_apart

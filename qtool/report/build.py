@@ -16,9 +16,10 @@ from qtool.eval.kv_error import kv_errors
 from qtool.eval.perplexity import cut_windows
 from qtool.format import native_format
 from qtool.io.integrity import read_record
+from qtool.io.model_directory import resolve
 from qtool.io.run_record import read_run
 from qtool.io.safetensors import write_text
-from qtool.io.source import Checkpoint, read_config, resolve
+from qtool.io.source import Checkpoint, read_config
 from qtool.io.source_names import adopt
 from qtool.models import family_of
 from qtool.models.architecture import Architecture

@@ -17,7 +17,8 @@ from transformers import (
 from qtool import plugins
 from qtool.errors import QtoolError, in_one_line
 from qtool.io.integrity import require_intact
-from qtool.io.source import Checkpoint, plain_config, read_config, resolve
+from qtool.io.model_directory import resolve
+from qtool.io.source import Checkpoint, plain_config, read_config
 from qtool.io.source_names import as_on_disk
 from qtool.models.architecture import require_dtype
 from qtool.models.auto import auto_class, config_of, float_config

@@ -21,7 +21,8 @@ import torch
 
 from qtool.errors import QtoolError, require_positive, suggest
 from qtool.format import native_format
-from qtool.io.source import read_config, resolve
+from qtool.io.model_directory import resolve
+from qtool.io.source import read_config
 from qtool.serving.vllm.engine import answers, engine, greedy, require_vllm
 from qtool.table import render
 

@@ -29,7 +29,7 @@ from click.testing import CliRunner
 
 import qtool
 from qtool.cli import cli
-from qtool.io.source import DEMO
+from qtool.io.model_directory import DEMO
 from tests.conftest import save_model
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from qtool.data.calibration_input import Documents, TokenIds, parse
 from qtool.data.chat import render
 from qtool.data.windows import cut, token_ids
 from qtool.errors import QtoolError
-from qtool.io.source import DEMO
+from qtool.io.model_directory import DEMO
 from qtool.runtime.load import load_tokenizer
 
 TEXTS = ["one two", "three"]

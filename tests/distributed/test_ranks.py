@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from qtool.cli import cli, main
 from qtool.distributed import ranks
-from qtool.io.source import DEMO
+from qtool.io.model_directory import DEMO
 from tests import forks
 from tests.conftest import save_model
 from tests.distributed import rank_cases

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import qtool
-from qtool.io.source import DEMO
+from qtool.io.model_directory import DEMO
 from tests.conftest import save_model
 
 

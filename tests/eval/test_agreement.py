@@ -12,7 +12,8 @@ from lm_eval.tasks import TaskManager
 from qtool import recipes
 from qtool.eval import zero_shot
 from qtool.eval.evaluate import evaluate
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.load import load, load_tokenizer
 

@@ -32,7 +32,7 @@ def demo_like(make_model: MakeModel) -> Path:
     """A random model with the demo's tokenizer."""
     from shutil import copy
 
-    from qtool.io.source import DEMO
+    from qtool.io.model_directory import DEMO
 
     directory = make_model(hidden_size=256, num_attention_heads=4, head_dim=64, vocab_size=4096)
     for path in DEMO.glob("tokenizer*"):

@@ -18,7 +18,8 @@ from click.testing import CliRunner
 
 from qtool import recipes
 from qtool.cli import cli
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from tests.eval.test_agreement import scored
 

@@ -17,7 +17,8 @@ from qtool.exchange.as_export import RUNS
 from qtool.exchange.export import export
 from qtool.exchange.export_format import SIXTEEN_BIT, TOKEN_INT8
 from qtool.exchange.export_formats import EXPORT_FORMATS
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.models.cache_argument import CACHE, OLDER
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load

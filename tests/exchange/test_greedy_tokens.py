@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 import qtool
 from qtool import recipes
 from qtool.exchange.export import export
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.load import load, load_tokenizer
 from tests.exchange.test_compressed_tensors import client

@@ -12,7 +12,8 @@ from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.exchange.import_ import import_checkpoint
 from qtool.exchange.import_formats import import_format_of
-from qtool.io.source import DEMO, Checkpoint, resolve
+from qtool.io.model_directory import DEMO, resolve
+from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from tests.conftest import MakeModel
 from tests.io.published import CASES

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from qtool.errors import QtoolError
-from qtool.io.source import resolve
+from qtool.io.model_directory import resolve
 
 WANTED = [
     "config.json",

@@ -17,7 +17,8 @@ from qtool import recipes
 from qtool.data.continuation import continued
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
 from qtool.pipeline import calibration_windows as calibration_text
 from qtool.pipeline.calibration_windows import OutputJournal, Windows, windows_of

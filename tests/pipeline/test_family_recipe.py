@@ -10,7 +10,8 @@ import torch
 
 import qtool
 from qtool import recipes
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.models import Fold, family_of
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan_text import as_dict, as_text

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from qtool import recipes
 from qtool.data.continuation import continued
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
 from qtool.pipeline.planning.memory import ROUNDED_SCHEME
 from qtool.pipeline.quantize import quantize

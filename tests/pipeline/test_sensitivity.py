@@ -19,7 +19,8 @@ import qtool
 from qtool import recipes
 from qtool.cli import cli
 from qtool.errors import QtoolError
-from qtool.io.source import DEMO, Checkpoint, read_config
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint, read_config
 from qtool.pipeline.divergence import Probe
 from qtool.pipeline.inspect import total
 from qtool.pipeline.job import Job

@@ -10,7 +10,7 @@ import yaml
 from qtool import recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.errors import QtoolError
-from qtool.io.source import DEMO
+from qtool.io.model_directory import DEMO
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import RecipeOverrides
 

@@ -29,8 +29,9 @@ from qtool.eval.saved import SavedResult
 from qtool.exchange.export import export
 from qtool.exchange.import_ import import_checkpoint
 from qtool.io.integrity import read_record
+from qtool.io.model_directory import DEMO
 from qtool.io.run_record import record_path
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize
 from qtool.report import build, glossary

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from qtool.cli import cli
 from qtool.errors import QtoolError
-from qtool.io.source import DEMO
+from qtool.io.model_directory import DEMO
 from qtool.serving import bench
 from tests.serving.conftest import Native
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
 
 from qtool.eval.evaluate import evaluate
-from qtool.io.source import DEMO
+from qtool.io.model_directory import DEMO
 from qtool.runtime.load import load, load_tokenizer
 from qtool.serving.evaluate import VllmModel
 from qtool.serving.replay import profiled

@@ -10,7 +10,8 @@ from qtool.data.mix import CalibrationMix, count_windows
 from qtool.distributed import ranks
 from qtool.errors import NotDownloaded, expand_home, require_positive
 from qtool.io.integrity import INDEX
-from qtool.io.source import DEMO, Checkpoint
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.models.architecture import require_dtype
 from qtool.pipeline.given_model import Name, config_directory, config_of
 from qtool.pipeline.job import Job
