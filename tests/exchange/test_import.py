@@ -400,6 +400,7 @@ def refused(directory: Path, message: str, error: type[QtoolError] = QtoolError)
     ("changes", "message"),
     [
         ({"bits": 8}, "GPTQ with bits=8 cannot be imported, only bits=4"),
+        ({"bits": "4"}, "GPTQ with bits='4' cannot be imported, only bits=4"),
         ({"lm_head": True}, "lm_head is quantized"),
         (
             {"checkpoint_format": "marlin"},
@@ -417,7 +418,7 @@ def refused(directory: Path, message: str, error: type[QtoolError] = QtoolError)
         ({"quant_method": "auto-round", "act_bits": 8}, "AutoRound with act_bits=8"),
         (
             {"quant_method": "auto-round", "data_type": "mx_fp"},
-            "data_type=mx_fp cannot be imported",
+            "data_type='mx_fp' cannot be imported",
         ),
         (
             {"quant_method": "auto-round", "extra_config": {"x": {"bits": 8}}},
