@@ -94,7 +94,7 @@ Path(sys.argv[2], "config.json").write_text(json.dumps(config))
 '
 
 alone_code='
-import json, sys
+import json, os, sys
 from pathlib import Path
 from qtool.serving.bench import BASELINES, measure
 directory, engine, batches, out = sys.argv[1:5]
@@ -102,6 +102,9 @@ memory = float(sys.argv[5]) if sys.argv[5:] else None
 name, options = "qtool w4a8-lqq kv4", {"kv_cache_dtype": "auto"}
 if engine == "fp8":
     name, options = engine, BASELINES["fp8"][1] | {"kv_cache_dtype": "fp8", "load_format": "dummy"}
+if sizes := os.environ.get("GRAPHS"):
+    options["compilation_config"] = {"cudagraph_capture_sizes": list(map(int, sizes.split(",")))}
+    name += ", graphs to " + sizes.split(",")[-1]
 rows = measure(directory, options, list(map(int, batches.split(","))), 1024, 512, memory)
 Path(out).write_text(json.dumps([{"engine": name} | row for row in rows], indent=1))
 '
@@ -292,7 +295,7 @@ text) # perplexity of a text file in vLLM and in our runtime
     compare agreement-text "text $2"
     tail -n 5 "$OUT/compare.log"
     ;;
-alone) # one engine: a shape in w4a8-lqq with kv4, or in FP8, at batches, in a number of GB
+alone) # one engine: a shape in w4a8-lqq with kv4, or in FP8, at batches, in a number of GB; GRAPHS: sizes of CUDA graphs
     shape=${2:-llama-3-8b} engine=${3:-kv4}
     [ -e "$DATA/$shape" ] || step "random-$shape" 300 python3 benchmarks/serving/random_packed.py "$shape" w4a8-lqq \
         "$DATA/$shape" --kv kv4

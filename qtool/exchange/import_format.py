@@ -98,7 +98,8 @@ def require_setting(config: Config, key: str, wanted: int | str, what: str, why:
     """
     if config.get(key) != wanted:
         raise QtoolError(
-            f"{what} with {key}={config.get(key)!r} cannot be imported, only {key}={wanted!r}: {why}"
+            f"{what} with {key}={config.get(key)!r} cannot be imported, only {key}={wanted!r}: "
+            f"{why}"
         )
 
 

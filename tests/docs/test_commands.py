@@ -133,7 +133,9 @@ def test_other_command(command: Command) -> None:
         after = rest[rest.index(script) + 1 :]
         assert all(word in text for word in after if word.startswith("--"))
     elif program == "vllm":  # runs on a GPU; the plugin's tests load what is served
-        assert rest[0] == "serve" and len(rest) == 2
+        assert rest[0] == "serve"
+        for option, value in zip(rest[2::2], rest[3::2], strict=True):
+            assert option == "--compilation-config" and isinstance(json.loads(value), dict)
     else:
         pytest.fail(f"{command}: no test knows the program {program!r}")
 
