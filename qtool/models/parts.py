@@ -73,6 +73,8 @@ class Attention:
     Args:
         rotary: positions turn queries and keys (RoPE), so that channels i and i + D/2 belong
             together.
+        partial: RoPE turns the share of a head's channels that config.json names in
+            ``partial_rotary_factor``; False: all of them, whatever is named there.
         cache: the block's argument for the KV cache; empty if it takes none.
     """
 
@@ -83,7 +85,18 @@ class Attention:
     q_norm: str | None = None
     k_norm: str | None = None
     rotary: bool = True
+    partial: bool = False
     cache: str = CACHE
+
+    def rotary_dim(self, config: Any) -> int:
+        """The number of channels of a head that RoPE turns, where it does: the first ones."""
+        dim, scaling = Heads.of(config).dim, getattr(config, "rope_parameters", None) or {}
+        if not self.partial:
+            return dim
+        factor = scaling.get("partial_rotary_factor") or getattr(
+            config, "partial_rotary_factor", None
+        )
+        return int(dim * (factor or 1.0))
 
 
 @dataclass(frozen=True)

@@ -110,16 +110,7 @@ def apply_rope(queries: Tensor, arguments: dict[str, object], rotated: int) -> T
 
 def rotary_dim(block: Block) -> int:
     """The number of channels of a head that RoPE rotates."""
-    dim = block.heads.dim
-    if not block.attention.rotary:
-        return 0
-    scaling = getattr(block.config, "rope_parameters", None) or {}
-    factor = (
-        scaling.get("partial_rotary_factor")
-        or getattr(block.config, "partial_rotary_factor", None)
-        or 1.0
-    )
-    return int(dim * factor)
+    return block.attention.rotary_dim(block.config) if block.attention.rotary else 0
 
 
 def shared_norm(block: Block) -> bool:

@@ -196,7 +196,9 @@ def _require_scores(own: Architecture, settings: Any) -> None:
 
 def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
     """Give ``writer`` the numbers that llama.cpp reads."""
-    heads, experts = Heads.of(settings), family_of(settings).sizes.get("experts")
+    heads, family = Heads.of(settings), family_of(settings)
+    experts, attention = family.sizes.get("experts"), family.attention
+    assert attention is not None
     rope = settings.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_block_count(settings.num_hidden_layers)
@@ -207,7 +209,7 @@ def write_hyper_parameters(package: Any, writer: Any, settings: Any) -> None:
     writer.add_head_count_kv(heads.kv)
     writer.add_key_length(heads.dim)
     writer.add_value_length(heads.dim)
-    writer.add_rope_dimension_count(int(heads.dim * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_dimension_count(attention.rotary_dim(settings))
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_vocab_size(settings.vocab_size)

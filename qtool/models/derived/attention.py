@@ -94,6 +94,7 @@ class BlockAttention:
                 q_norm=norms[0],
                 k_norm=norms[1],
                 rotary=Kind.TURNED in kinds,
+                partial=True,
                 cache=self._cache_argument,
             )
         return None

@@ -6,7 +6,7 @@ The fused linears are quantized as they are; transforms find q, k, v, gate and u
 from dataclasses import replace
 
 from qtool.models.families.llama import DOWN, GATE, LLAMA, OUT, UP, K, Q, V
-from qtool.models.parts import Fold, LinearGroup
+from qtool.models.parts import Attention, Fold, LinearGroup
 
 QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 
@@ -20,6 +20,7 @@ PHI3 = replace(
         LinearGroup((GATE_UP,), "post_attention_layernorm", Fold.NORM),
         LLAMA.groups[3],
     ),
+    attention=Attention(q=Q, k=K, v=V, o=OUT, partial=True),
     fused={QKV: {Q: "q", K: "kv", V: "kv"}, GATE_UP: {GATE: "inter", UP: "inter"}},
     tensors={
         "input_layernorm.weight": "hidden",

@@ -22,13 +22,22 @@ from qtool.calibration.transforms.smooth_attention import (
 from qtool.models import family_of
 from qtool.models.auto import auto_class
 from qtool.models.cache_argument import CACHE
-from tests.calibration.conftest import attended
+from tests.calibration.conftest import attended, make_model
 from tests.models.tiny import tiny_config
 
 
 def test_logits_stay(any_model, transformed, logits):
     smoothed = transformed(any_model, [SmoothAttention(alphas=(0.5, 1.0))])
     torch.testing.assert_close(logits(smoothed), logits(any_model), rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen3", "falcon", "phi3"])
+def test_rope_turns_what_the_class_turns(model_type, transformed, logits):
+    """Of these only Phi-3's class reads a partial_rotary_factor."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = make_model(tiny_config(model_type, rope_parameters=rope, num_kv_heads=2))
+    smoothed = transformed(model, [SmoothAttention(steps=5, starts=2)])
+    torch.testing.assert_close(logits(smoothed), logits(model), rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
