@@ -17,8 +17,8 @@ from typing import Any
 from qtool.errors import QtoolError
 from qtool.models.parts import Attention, Experts, Heads, LinearGroup, RowsOf, of_expert
 
-#: sizes in config.json: those that every family reads, those that may be absent, and those that
-#: only some families read (the config.json of another may set them to 0)
+#: sizes in config.json: those of every model, those that may be null, and those that only some
+#: families read (the config.json of another may set them to 0)
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL = (
     "intermediate_size",
@@ -327,7 +327,8 @@ def _class_sizes(model_type: str) -> dict[str, int]:
 
     if model_type not in CONFIG_MAPPING:
         return {}
-    found = {name: getattr(CONFIG_MAPPING[model_type], name, None) for name in OPTIONAL + OF_SOME}
+    names, of_class = (*REQUIRED, *OPTIONAL, *OF_SOME), CONFIG_MAPPING[model_type]
+    found = {name: getattr(of_class, name, None) for name in names}
     return {name: size for name, size in found.items() if isinstance(size, int)}
 
 

@@ -18,6 +18,7 @@ from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.models import FAMILIES, Attention, Family, Fold, Heads, LinearGroup, family_of
 from qtool.models.families.llama import DOWN, LLAMA, UP
+from qtool.models.family import REQUIRED
 from qtool.models.family_checks import require_consistent
 from qtool.models.unsupported import DECODERS, why_unsupported
 from qtool.pipeline.job import Job
@@ -67,6 +68,17 @@ def test_names_of_a_declaration_fit_together(variant: str, make_model: MakeModel
             )
         for readers in own.readers.values():
             assert not set(readers) & set(linears)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [t for family in FAMILIES for t in family.model_types if t in CONFIG_MAPPING_NAMES],
+)
+def test_missing_sizes_are_those_of_the_class(model_type: str) -> None:
+    """Published Gemma 3 text configs name neither heads nor vocabulary."""
+    settings = family_of(model_type).settings({"model_type": model_type})
+    config = CONFIG_MAPPING[model_type]()
+    assert all(getattr(settings, key) == getattr(config, key) for key in REQUIRED)
 
 
 @pytest.mark.parametrize(
