@@ -255,7 +255,7 @@ def test_sizes_of_one_family(refused, make_model: MakeModel) -> None:  # type: i
     edit_config(model, head_dim=None, intermediate_size=None)
     refused("the size 'inter' of a Llama model is None", model)
     edit_config(model, model_type="mixtral")
-    refused("does not hold the sizes of Mixtral", model)
+    refused("does not hold the sizes of Mixtral: it has no num_experts", model)
     edit_config(model, model_type=["llama"])
     refused("no model_type", model)
     edit_config(model, model_type="llama", quantization_config="gptq")

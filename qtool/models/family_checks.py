@@ -30,7 +30,8 @@ def require_sizes(family: Family, settings: SimpleNamespace) -> None:
         dims = family.dimensions(settings)
     except (AttributeError, TypeError, ValueError) as error:
         raise QtoolError(
-            f"config.json does not hold the sizes of {family.name}: {error}"
+            f"config.json does not hold the sizes of {family.name}: "
+            + (f"it has no {error.name}" if isinstance(error, AttributeError) else str(error))
         ) from error
     if settings.num_hidden_layers > MOST_BLOCKS:
         raise QtoolError(
