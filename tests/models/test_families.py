@@ -218,6 +218,11 @@ def test_post_norms_cannot_be_rotated_through(variant: str, make_model: MakeMode
     [
         ({"word_embed_proj_dim": 64}, "project_in"),
         ({"do_layer_norm_before": False}, "do_layer_norm_before false"),
+        (
+            {"layer_norm_elementwise_affine": False},
+            "affine false is not supported: its norms have no",
+        ),
+        ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm true"),
     ],
 )
 def test_opt_that_is_built_otherwise_is_refused(

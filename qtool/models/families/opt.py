@@ -14,6 +14,12 @@ from qtool.models.parts import Attention, Fold, LinearGroup
 Q, K, V, OUT = (f"self_attn.{x}_proj" for x in ("q", "k", "v", "out"))
 FC1, FC2 = "fc1", "fc2"
 ATTENTION_NORM, MLP_NORM = "self_attn_layer_norm", "final_layer_norm"
+#: settings of the norms: the supported value, and what the other one means
+NORMS = {
+    "do_layer_norm_before": (True, "its norms come after what they would fold into"),
+    "layer_norm_elementwise_affine": (True, "its norms have no weights to fold into"),
+    "_remove_final_layer_norm": (False, "it has no norm before its head"),
+}
 
 
 def _choose(config: Any, block: int) -> Family:
@@ -24,11 +30,10 @@ def _choose(config: Any, block: int) -> Family:
             f"{config.hidden_size} projects its embeddings (project_in, project_out); supported "
             "are OPT models whose two sizes are equal"
         )
-    for key in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
-        if not getattr(config, key, True):
+    for key, (supported, reason) in NORMS.items():
+        if bool(getattr(config, key, supported)) != supported:
             raise QtoolError(
-                f"OPT with {key} false is not supported: its norms come after what they would fold "
-                "into"
+                f"OPT with {key} {str(not supported).lower()} is not supported: {reason}"
             )
     return OPT_RELU if getattr(config, "activation_function", "relu") == "relu" else OPT_OTHER
 
