@@ -189,25 +189,6 @@ def pipeline() -> None:
     save("pipeline")
 
 
-def bits() -> None:
-    """Bits a weight of every scheme at its default group size, for K = 4096."""
-    from qtool.format import LinearFormat
-    from qtool.recipes import load, overview
-
-    axes = figure(7.5, 3.2)
-    names, sizes = [], []
-    for scheme, _, _ in overview():
-        rule = load(scheme, "fast").layers[-1]
-        stored = LinearFormat(rule.scheme, rule.group_size, rule.layout, "bfloat16")
-        names.append(scheme)
-        sizes.append(8 * stored.nbytes(4096, 4096) / 4096**2)
-    axes.barh(names[::-1], sizes[::-1], color=BLUE)
-    for i, size in enumerate(sizes[::-1]):
-        axes.text(size + 0.05, i, f"{size:.2f}", va="center", fontsize=9)
-    axes.set(xlabel="bits a weight, scales included", xlim=(0, 9))
-    save("bits")
-
-
 def dual_mma() -> None:
     """The 64 x 64 tile of dual-mma, coloured by warp, with one thread's bytes marked."""
     axes = figure(6, 4.6)
@@ -252,7 +233,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=IMAGES, help="the folder that they go to")
     IMAGES = parser.parse_args().out
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for draw in (quality_speed, block_loop, pipeline, bits, dual_mma, kv_page):
+    for draw in (quality_speed, block_loop, pipeline, dual_mma, kv_page):
         draw()
 
 
