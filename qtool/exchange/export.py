@@ -37,6 +37,7 @@ from qtool.progress import Progress
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name, missing_scales
 from qtool.runtime.read_linear import linear_shape, load_linear
 from qtool.schemes import Params
+from qtool.units import bytes_text
 
 
 @dataclass
@@ -64,8 +65,8 @@ class Exported:
 
     def __str__(self) -> str:
         lines = [str(self.directory), f"{self.format}: {exactness(self.errors)}"]
-        before, after = (size / 1e6 for size in self.nbytes)
-        lines[-1] += f"; {after:.1f} MB, {after / before:.2f} times the native checkpoint"
+        before, after = self.nbytes
+        lines[-1] += f"; {bytes_text(after)}, {after / before:.2f} times the native checkpoint"
         return "\n".join([*lines, *self.notes])
 
 

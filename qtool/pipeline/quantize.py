@@ -27,11 +27,11 @@ from qtool.models.auto import float_config
 from qtool.models.skeleton import empty_model
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.shards import Shards
-from qtool.pipeline.units import bytes_text
 from qtool.progress import Progress
 from qtool.recipes import Recipe
 from qtool.runtime.dispatch import not_served
 from qtool.runtime.packed_linears import PackedLinears
+from qtool.units import bytes_text
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,10 +27,10 @@ from qtool.pipeline.planning.memory import HOST_SHARE
 from qtool.pipeline.quantize import job_of
 from qtool.pipeline.run import default_text
 from qtool.pipeline.sensitivity import Sensitivity, recipes_of, sensitivity
-from qtool.pipeline.units import bytes_text
 from qtool.progress import Progress
 from qtool.recipes.schema import GIVEN
 from qtool.runtime.load import load
+from qtool.units import bytes_text
 
 
 @torch_defaults()

@@ -10,7 +10,7 @@ from qtool.io.integrity import read_record
 from qtool.io.run_record import peak_host_bytes, read_run
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
-from qtool.pipeline.units import bytes_text, duration, times
+from qtool.units import bytes_text, duration, times
 
 #: by rounding that notes an error of each linear: the quantity, and the key in the note. GPTQ
 #: rounds linears that saw few tokens to nearest, so these have a note of rtn

@@ -15,6 +15,7 @@ from qtool.exchange.export import export
 from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
+from qtool.units import bytes_text
 from tests.conftest import MakeModel
 
 LAYOUT = {"w8a8": "row-major-8"}
@@ -391,10 +392,12 @@ def test_quantize_with_format(make_model: MakeModel, tmp_path: Path) -> None:
     made, following, path, summary = result.stdout.splitlines()
     assert made.startswith(f"{out}: ") and following.startswith("next: qtool eval")
     assert path == f"{out}-gptq"
+    exported = Checkpoint(tmp_path / "q-gptq")
+    size = re.escape(bytes_text(exported.nbytes))
     assert re.fullmatch(
-        r"gptq: 14 of 14 linears exact; 0\.\d MB, 1\.0\d times the native checkpoint", summary
+        rf"gptq: 14 of 14 linears exact; {size}, 1\.0\d times the native checkpoint", summary
     )
-    assert Checkpoint(tmp_path / "q-gptq").config["quantization_config"]["quant_method"] == "gptq"
+    assert exported.config["quantization_config"]["quant_method"] == "gptq"
 
 
 def test_a_directory_that_an_export_would_have_is_seen_before_the_work(

@@ -42,8 +42,8 @@ from qtool.pipeline.planning.memory import DEVICE_SHARE, working_bytes
 from qtool.pipeline.planning.plan import plan
 from qtool.pipeline.planning.plan_text import as_dict, as_text
 from qtool.pipeline.planning.work import block_shape, block_work, work_of
-from qtool.pipeline.units import bytes_text, times
 from qtool.schemes import get
+from qtool.units import bytes_text, times
 from tests.conftest import VARIANTS, MakeModel
 from tests.models.tiny import save_tiny
 

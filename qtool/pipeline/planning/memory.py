@@ -15,8 +15,8 @@ from qtool.errors import QtoolError
 from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.work import block_shape
-from qtool.pipeline.units import bytes_text
 from qtool.plugins import require_returned
+from qtool.units import bytes_text
 
 #: resident memory of the process with torch and transformers loaded, without and with CUDA
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000

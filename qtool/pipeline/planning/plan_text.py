@@ -10,11 +10,11 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.plan import Plan, PlannedBlocks, PlannedLinear
 from qtool.pipeline.streaming import activations
-from qtool.pipeline.units import bytes_text, duration, times
 from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.runtime.dispatch import not_served
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.table import render
+from qtool.units import bytes_text, duration, times
 
 
 def as_dict(planned: Plan) -> dict[str, Any]:

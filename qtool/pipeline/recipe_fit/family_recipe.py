@@ -4,8 +4,8 @@ A user's recipe is never changed; it is an error if it has a method that the fam
 """
 
 from qtool.models import Family
-from qtool.pipeline.units import bytes_text
 from qtool.recipes import Recipe, Step
+from qtool.units import bytes_text
 
 #: ``best`` unties the head only if it adds at most this share to the tied checkpoint
 HEAD_SHARE = 0.05

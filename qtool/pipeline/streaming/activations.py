@@ -25,7 +25,7 @@ from qtool.pipeline.planning.memory import (
     activation_bytes,
     working_bytes,
 )
-from qtool.pipeline.units import bytes_text
+from qtool.units import bytes_text
 
 #: places, each with the end of a sentence about it
 PLACES = {

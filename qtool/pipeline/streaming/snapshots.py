@@ -26,7 +26,7 @@ from qtool.errors import NoSpace
 from qtool.io.output import Output
 from qtool.io.safetensors import Entry
 from qtool.io.write_behind import WriteBehind
-from qtool.pipeline.units import bytes_text
+from qtool.units import bytes_text
 
 NAME = "activations"
 #: share of a run's time that may be spent waiting for activations to be written, plus seconds
