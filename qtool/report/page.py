@@ -17,10 +17,10 @@ from markupsafe import Markup
 import qtool
 from qtool.eval.channel_range import ChannelRange, outlier
 from qtool.eval.results import INTERVAL
-from qtool.pipeline.units import bytes_text, duration
 from qtool.report import commands, glossary, plots
 from qtool.report.data import Quality, Report, Size, experts, gains
 from qtool.table import decimal
+from qtool.units import bytes_text, duration, times
 
 #: most bytes a second that a decode step of one token can read on an NVIDIA H200
 BANDWIDTH = 4.8e12
@@ -100,8 +100,8 @@ def verdict(report: Report) -> list[tuple[str, bool]]:
             changes[q.title] = f"{q.change.ratio - 1:+.1%} perplexity ({q.title})"
         elif q.change and q.metric == "acc":
             changes[q.title] = f"{100 * q.change.change:+.1f} points ({q.title})"
-    smaller = f"{2 * whole.weights / whole.nbytes:.1f}x smaller than 16 bits"
-    found = [(finding, True) for finding in (smaller, *changes.values())]
+    size = f"{times(2 * whole.weights, whole.nbytes)} than 16 bits"
+    found = [(finding, True) for finding in (size, *changes.values())]
     bad = sum(len(check.problems) for check in report.checks)
     if bad:
         return [(f"{bad} check{'s' * (bad > 1)} FAILED", False), *found]

@@ -37,7 +37,7 @@ from qtool.pipeline.quantize import quantize
 from qtool.report import build, glossary
 from qtool.report import commands as report_commands
 from qtool.report.build import collect, report, weight_errors
-from qtool.report.data import Expert, experts, gains, quality, recorded_errors
+from qtool.report.data import Expert, Size, experts, gains, quality, recorded_errors
 from qtool.report.page import render, verdict
 from qtool.runtime.load import load
 from qtool.schemes.kv import KV_QUANTIZERS
@@ -239,7 +239,7 @@ def test_a_damaged_checkpoint_is_told_not_hidden(quantized):
     shard.write_bytes(raw)
     words = page_of(quantized).words
     assert "All checks passed" not in words and "1 check FAILED" in words
-    assert words.index("FAILED") < words.index("smaller")  # what failed is told first
+    assert words.index("FAILED") < words.index("than 16 bits")  # what failed is told first
     assert f"{shard.name}: the file's sha256 is not the one recorded" in words
     with pytest.raises(CheckFailed, match=rf"{shard.name}: the file's sha256 is not"):
         report(quantized, None, [], out=None, data_dir=None, device="cpu")
@@ -472,6 +472,13 @@ def test_the_headline_says_each_task_once_for_its_options(base, quantized):
             saved.save(quantized, answer(model, value, **facts))
     found = [text for text, _ in verdict(collect(quantized, None, "cpu"))]
     assert found[1:-1] == ["-25.0 points (t)", "-15.0 points (t, the first 2 only)"]
+
+
+def test_the_headline_says_if_the_checkpoint_is_larger(quantized):
+    collected = collect(quantized, None, "cpu")
+    kept = Size("w", "float32", 1, 1000, 4000, packed=False)
+    text, _ = verdict(replace(collected, sizes=[kept]))[0]
+    assert text == "2.00 times larger than 16 bits"
 
 
 def test_the_command_measures_what_a_baseline_allows(base, quantized, tmp_path):
