@@ -27,7 +27,7 @@ from qtool.format import CheckpointFormat, native_format
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import plan
-from qtool.pipeline.planning.plan_text import as_text
+from qtool.pipeline.planning.plan_text import as_dict, as_text
 from qtool.pipeline.quantize import Calibration, quantize
 from tests.conftest import MakeModel
 from tests.exchange.conftest import recipe_of, rule
@@ -107,7 +107,9 @@ def test_a_plan_is_told_what_the_export_is_told(
     assert before == outcome(native_format(done), done)
     headless = "the head is not the embedding any more" in str(before)
     assert headless == (variant == "gemma" and job.unties)
-    last = as_text(plan(job)).splitlines()[-1]
+    planned = plan(job)
+    last, found = as_text(planned).splitlines()[-1], as_dict(planned)
+    assert before == (found["not_exported"] or found["export_formats"])
     told = before if isinstance(before, list) else [f"none, {before}"]
     assert last == f"export formats: {', '.join(told)}"
 

@@ -152,7 +152,7 @@ def test_other_recipes_untie_and_say_what_it_takes(make_model: MakeModel) -> Non
     assert job.unties and planned.output_bytes == sum(job.shard_bytes())
     share = job.head_bytes / (planned.output_bytes - job.head_bytes)
     said = f"stored apart from the embedding, 2.10 MB ({share:.0%}) more"
-    assert said in as_text(planned) and said in as_dict(planned)["adaptations"][0]
+    assert said in as_text(planned) and said in as_dict(planned)["notes"][0]
 
 
 def test_a_model_whose_tie_is_kept_is_the_same_in_floats(

@@ -648,6 +648,18 @@ def test_weights_are_rounded_to_nearest_on_the_device_of_the_run() -> None:
             assert planned.device == where.removeprefix("one ")
 
 
+def test_the_first_line_of_a_plan_is_in_its_json(make_model: MakeModel) -> None:
+    planned = qtool.plan(make_model(), "w4a8-lqq", recipe="best", kv="kv4", for_export=True)
+    said, found = as_text(planned).splitlines(), as_dict(planned)
+    methods = " -> ".join(found["methods"])
+    assert said[0] == (
+        f"{found['family']}, {found['blocks']} blocks, {found['scheme']}, KV cache in "
+        f"{found['kv']}, recipe {found['recipe']}: {methods}"
+    )
+    assert "smooth-attention" in methods and found["kv"] == "kv4"
+    assert said[1 : 1 + len(found["notes"])] == found["notes"]
+
+
 def test_small_sizes_are_not_said_to_be_zero(make_model: MakeModel) -> None:
     said = as_text(plan(Job.of(Checkpoint(make_model()).config, recipes.load("w4a16"))))
     assert " 0.00 GB" not in said and "read 1.90 MB, write 539 kB (3.53 times smaller)" in said

@@ -20,6 +20,7 @@ from qtool.units import bytes_text, duration, times
 def as_dict(planned: Plan) -> dict[str, Any]:
     """The plan as plain data, for ``--json``."""
     rounded = planned.continuation is not None and planned.continuation.rounded
+    exports, not_exported = _exports(planned.job)
     kinds = [
         {
             "blocks": kind.blocks,
@@ -40,9 +41,12 @@ def as_dict(planned: Plan) -> dict[str, Any]:
     ]
     return {
         "scheme": planned.job.format.scheme,
+        "recipe": planned.job.recipe.variant,
+        "methods": _methods(planned.job),
+        "kv": planned.job.format.kv,
         "repacked": planned.repacked,
         "reason": planned.job.recipe.reason,
-        "adaptations": list(planned.job.recipe.adaptations),
+        "notes": list(planned.job.notes),
         "family": planned.job.family.name,
         "derived": planned.job.family.derived,
         "blocks": planned.job.blocks,
@@ -64,20 +68,23 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "disk_bytes": planned.disk_bytes,
         "resume_bytes": planned.resume_bytes,
         "not_served": _not_served(planned.job).get("not served"),
+        "export_formats": exports,
+        "not_exported": not_exported or None,
     }
 
 
 def as_text(planned: Plan) -> str:
     """The plan as text for people."""
     job = planned.job
-    methods = " -> ".join([*(t.name for t in job.transforms), job.rounding.name])
-    how = f"recipe {job.recipe.variant}: {methods}"
+    how = f"recipe {job.recipe.variant}: {' -> '.join(_methods(job))}"
     if planned.repacked:
         how = f"repacked from {planned.repacked}, code for code"
+    cache = f"KV cache in {job.format.kv}, " if job.format.kv else ""
     reason = job.recipe.reason
+    exports, not_exported = _exports(job)
     return "\n".join(
         [
-            f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, {how}",
+            f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, {cache}{how}",
             *job.notes,
             *([f"chosen because {reason}"] if reason else []),
             _table(planned.kinds),
@@ -86,7 +93,7 @@ def as_text(planned: Plan) -> str:
             f"{len(planned.shard_bytes)} shards",
             *_costs(planned),
             *(f"vLLM cannot serve it: {reason}" for reason in _not_served(job).values()),
-            _exports(job),
+            f"export formats: {', '.join(exports) or f'none, {not_exported}'}",
         ]
     )
 
@@ -131,18 +138,23 @@ def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, Plann
         yield (f"{name} ({len(found)})" if len(found) > 1 else found[0].name), found[0]
 
 
+def _methods(job: Job) -> list[str]:
+    """The methods of ``job`` in the order in which they run."""
+    return [*(transform.name for transform in job.transforms), job.rounding.name]
+
+
 def _not_served(job: Job) -> dict[str, str]:
     return not_served(PackedLinears(job.config, job.format))
 
 
-def _exports(job: Job) -> str:
-    """A text on the formats that the result can be exported to, or on why there are none."""
+def _exports(job: Job) -> tuple[list[str], str]:
+    """The formats that the result can be exported to, or why there are none."""
     untied = {"tie_word_embeddings": False} if job.unties else {}
     try:
         names = formats_that_take(job.format, job.config | untied)
-        return f"export formats: {', '.join(names) or 'none takes it'}"
     except QtoolError as error:
-        return f"export formats: none, {error}"
+        return [], str(error)
+    return names, "" if names else "no format takes it"
 
 
 def _costs(planned: Plan) -> Iterator[str]:
