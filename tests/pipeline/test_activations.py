@@ -36,6 +36,13 @@ def test_what_the_device_has_no_room_for_is_on_the_host(
     assert all(torch.equal(batch.hidden, HIDDEN) for batch in batches)
 
 
+def test_a_run_on_a_cpu_names_the_place_that_its_plan_names() -> None:
+    job = Job.of(config_of("llama-tiny", 1), recipes.load("w4a16", "paper"))
+    planned = plan(job, 2, 32, device="cpu")
+    said = activations.described(job, 64, 32, torch.device("cpu"), "device")
+    assert planned.place == "host" and f"{said}; disk" in str(planned)
+
+
 def test_what_is_kept_in_16_bits_takes_half_the_room(tmp_path: Path) -> None:
     kept = Activations("both", torch.bfloat16, tmp_path, room=HIDDEN.nbytes)
     batches = [kept.batch({"hidden": HIDDEN}, []) for _ in range(2)]

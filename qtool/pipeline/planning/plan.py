@@ -235,7 +235,7 @@ def _calibrated(
         "gpus": gpus,
         "device_bytes": device_bytes if device.type == "cuda" else 0,
         "activation_bytes": kept * gpus,
-        "place": "host" if device.type == "cpu" and place == "device" else place,
+        "place": activations.reported(place, device),
         "compiling": rates.compiling,
         "continuation": continued,
         "shortage": shortage,

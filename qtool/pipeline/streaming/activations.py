@@ -58,7 +58,12 @@ def device_room(
 def described(job: Job, tokens: int, window: int, device: torch.device, place: str) -> str:
     """A sentence on the size of the activations and their place."""
     size = bytes_text(activation_bytes(job, tokens, window, device))
-    return f"calibration activations: {size}, kept {PLACES[place]}"
+    return f"calibration activations: {size}, kept {PLACES[reported(place, device)]}"
+
+
+def reported(place: str, device: torch.device) -> str:
+    """``place`` as users know it: a CPU's memory is the host's."""
+    return "host" if device.type == "cpu" and place == "device" else place
 
 
 def choose(
