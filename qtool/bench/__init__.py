@@ -36,6 +36,7 @@ def bench_quantize(
     """
     from qtool.bench import quantize, random_checkpoint
     from qtool.io.model_directory import resolve
+    from qtool.io.run_record import record_path
     from qtool.pipeline.options import RecipeOverrides
 
     if device_memory is not None:
@@ -53,6 +54,7 @@ def bench_quantize(
     measured = quantize.run(source, chosen, out, device_memory=device_memory, **options)
     if not keep:
         shutil.rmtree(out)
+        record_path(out).unlink()
     return measured
 
 

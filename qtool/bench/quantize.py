@@ -26,6 +26,7 @@ from qtool.pipeline.quantize import Calibration, fingerprint, quantize, source_d
 from qtool.progress import Progress
 from qtool.recipes import Recipe
 from qtool.table import render
+from qtool.units import bytes_text, duration
 
 
 @dataclass(frozen=True)
@@ -55,23 +56,24 @@ class Measured:
             for name in sorted(phases, key=lambda name: -phases[name])
         ]
         rows.append(("all", f"{self.record['seconds']:.2f}", "", "", ""))
-        rates = self.ceilings
+        record, planned, rates = self.record, self.planned, self.ceilings
+        used = expected = first = ""
+        if planned.device_bytes:
+            used = f", device {bytes_text(record['peak_device_bytes'])}"
+            used += f", {bytes_text(self.reserved)} reserved"
+            expected = f", device {bytes_text(planned.device_bytes)}"
+        if planned.compiling:
+            first = f" (first run {planned.compiling:.0f} s more)"
         return "\n".join(
             [
                 render(("phase", "s", "beside, s", "floor, s", "of floor"), rows),
-                f"peak memory: host {self.record['peak_host_bytes'] / 1e9:.2f} GB, "
-                f"device {self.record['peak_device_bytes'] / 1e9:.2f} GB, "
-                f"{self.reserved / 1e9:.2f} GB reserved "
-                f"({self.record['device']})",
-                f"planned: {self.planned.seconds:.0f} s (first run {self.planned.compiling:.0f} "
-                "s more), host "
-                f"{self.planned.host_bytes / 1e9:.2f} GB, device "
-                f"{self.planned.device_bytes / 1e9:.2f} GB",
-                f"ceilings: read {rates.read / 1e9:.1f} GB/s, write {rates.write / 1e9:.1f} "
-                "GB/s, memory "
-                f"{rates.memory / 1e9:.0f} GB/s, 16-bit {rates.sixteen_bit / 1e12:.0f}, TF32 "
-                f"{rates.tf32 / 1e12:.0f}, "
-                f"float32 {rates.float32 / 1e12:.1f} TFLOP/s",
+                f"peak memory: host {bytes_text(record['peak_host_bytes'])}{used} "
+                f"({record['device']})",
+                f"planned: {duration(planned.seconds)}{first}, "
+                f"host {bytes_text(planned.host_bytes)}{expected}",
+                f"ceilings: read {rates.read / 1e9:.1f} GB/s, write {rates.write / 1e9:.1f} GB/s, "
+                f"memory {rates.memory / 1e9:.0f} GB/s, 16-bit {rates.sixteen_bit / 1e12:.3g}, "
+                f"TF32 {rates.tf32 / 1e12:.3g}, float32 {rates.float32 / 1e12:.3g} TFLOP/s",
             ]
         )
 

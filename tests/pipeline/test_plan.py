@@ -32,6 +32,7 @@ from qtool.calibration.stacking import by_role
 from qtool.calibration.transforms import clip, smooth
 from qtool.calibration.transforms.rotate import Rotate
 from qtool.errors import QtoolError
+from qtool.io.run_record import record_path
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.experts import separate_experts
@@ -420,10 +421,12 @@ def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:
     inner = sum(seconds for name, seconds in phases.items() if "beside" not in name)
     assert inner <= measured.record["seconds"]
     assert "of floor" in measured.table()
+    assert "device" not in measured.table() and "16-bit 0," not in measured.table()  # of a CPU
     found = json.loads(json.dumps(measured.as_dict()))
     assert found["planned"]["peak_host_bytes"] == measured.planned.host_bytes
     out = tmp_path / "llama-tiny-2-w4a8-lqq"
     assert (tmp_path / "llama-tiny-2" / "config.json").exists() and not out.exists()
+    assert not record_path(out).exists()
     bench_quantize(
         "llama-tiny", "w4a8-lqq", recipe="paper", layers=2, work=tmp_path, keep=True, **options
     )
