@@ -437,6 +437,7 @@ def test_keywords_are_the_fields_of_the_options() -> None:
             "--seed 18446744073709551616: a whole number",
         ),
         (qtool.quantize, {"activations": "hots"}, "--activations 'hots': did you mean host"),
+        (qtool.quantize, {"resume": "yes"}, "resume 'yes': True or False is expected"),
         (qtool.quantize, {"windows": "continue"}, "given or continued is expected"),
         (qtool.quantize, {"device": "tpu"}, "device 'tpu': cpu, cuda or cuda:N"),
         (qtool.quantize, {"calibration": torch.zeros(0, 4).long()}, r"token ids of shape \[0, 4\]"),

@@ -146,6 +146,9 @@ class QuantizeOptions(RecipeOverrides):
         require_count("--seqlen", self.seqlen, 2)
         if type(self.seed) is not int or self.seed.bit_length() > 63:
             raise QtoolError(f"--seed {self.seed!r}: a whole number of at most 63 bits is expected")
+        for name in ("for_export", "resume", "keep_unknown"):
+            if type(value := getattr(self, name)) is not bool:
+                raise QtoolError(f"{name} {value!r}: True or False is expected")
         if self.dtype is not None:
             require_dtype("--dtype", self.dtype)
         if self.activations not in ACTIVATIONS:
