@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -170,6 +171,7 @@ def sensitivity(model: str, **options: Any) -> None:
     with progress.Display("measure", "group") as shown:
         found = api.sensitivity(model, progress=shown, **options)
     click.echo(found)
+    click.echo(f"next: qtool quantize {quote(model)} --recipe {quote(str(options['out']))}")
 
 
 @command(cli, "qtool family demo")
