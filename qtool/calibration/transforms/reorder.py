@@ -28,6 +28,7 @@ from qtool.schemes.fmpq_blocks import by_magnitude
 
 #: methods that must run before a method that orders channels, each with the reason
 BEFORE_ORDER = {
+    "norm-fusion": "a norm's weight folds into columns that are in the norm's order",
     "rotate": "a rotation mixes the channels that were put in order",
     "smooth": "smoothing changes which channels are salient and folds in the original order",
     "value-basis": "a new basis has other channels",

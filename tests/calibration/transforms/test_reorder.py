@@ -19,6 +19,7 @@ from qtool.calibration.transforms.block_precision import (
 )
 from qtool.calibration.transforms.clip import Clip
 from qtool.calibration.transforms.gather_outliers import GatherOutliers
+from qtool.calibration.transforms.norm_fusion import NormFusion
 from qtool.calibration.transforms.reorder import Reorder
 from qtool.calibration.transforms.smooth import Smooth
 from qtool.errors import QtoolError
@@ -91,6 +92,13 @@ def test_two_orders_compose(llama, blocks):
     block.permute("mlp.up_proj", again)
     assert torch.equal(block.permutations["mlp.up_proj"], order[again])
     torch.testing.assert_close(run(block, batches[0]), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("order", [Reorder(groups=("norm",)), GatherOutliers()])
+def test_fusing_norms_after_ordering_their_readers_is_refused(order):
+    """It would multiply the gathered columns by the weights of other channels."""
+    with pytest.raises(QtoolError, match=f"norm-fusion must come before {order.name}"):
+        check_order([order, NormFusion()])
 
 
 def test_smoothing_after_reordering_is_refused():
