@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import click
@@ -171,7 +170,6 @@ def sensitivity(model: str, **options: Any) -> None:
     with progress.Display("measure", "group") as shown:
         found = api.sensitivity(model, progress=shown, **options)
     click.echo(found)
-    click.echo(f"next: qtool quantize {quote(model)} --recipe {quote(str(options['out']))}")
 
 
 @command(cli, "qtool family demo")
