@@ -62,7 +62,7 @@ FAULTS = [
         (
             "qtool/schemes/base.py",
             "require((low >= grid.low) & (high <= grid.high)",
-            "require((low >= grid.low) & (high <= grid.high + 1)",
+            "require((low >= grid.low - 1) & (high <= grid.high)",
             "tests/schemes/test_protocol.py",
         ),
         (

@@ -82,6 +82,19 @@ def test_every_code_of_the_grid_is_legal(scheme: Scheme, bad_weights: dict[str, 
                 scheme.check(legal_codes(scheme, params, where), params)
 
 
+def test_a_code_beyond_the_grid_is_refused(scheme: Scheme, bad_weights: dict[str, Tensor]) -> None:
+    """Though the scheme's bits hold it."""
+    least = -(2 ** (scheme.code_bits - 1)) if scheme.signed else 0
+    ends = ((torch.zeros, least, -1), (torch.ones, least + 2**scheme.code_bits - 1, 1))
+    for weight in bad_weights.values() if scheme.sparsity is None else ():
+        params = scheme.fit(weight)
+        for where, end, step in ends:
+            codes = legal_codes(scheme, params, where(weight.shape))
+            if (narrow := codes != end).any():
+                with pytest.raises(CheckFailed):
+                    scheme.check(codes + step * narrow.to(codes.dtype), params)
+
+
 def outer_values(scheme: Scheme, params: base.Params) -> Tensor:
     """The values ``[2, N, G]`` of the lowest and the highest code that has the scheme's bits."""
     grid, low = scheme.grid(params), -(2 ** (scheme.code_bits - 1)) if scheme.signed else 0
