@@ -104,7 +104,10 @@ def accuracy(name: str = "accuracy", timed: bool = True) -> str:
         size = [f"{row['bits']:.3f}", f"{row['megabytes']:.2f}"]
         size += [f"{row['seconds']:.0f}"] * timed
         cells = [f"`{row['scheme']}`", row["recipe"], f"{row['perplexity']:.3f}", rise]
-        rows.append([*cells, f"{row['kl']:.4f}", *size])
+        kl = f"{row['kl']:.5f}"
+        if "kl_error" in row:
+            kl = f"{row['kl']:.6f} ± {row['kl_error']:.6f}"
+        rows.append([*cells, kl, *size])
     head = ["scheme", "recipe", "perplexity", "rise", "KL, nats", "bits a weight", "MB"]
     return markdown(head + ["CPU seconds"] * timed, rows) + made_by(found)
 

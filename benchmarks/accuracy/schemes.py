@@ -135,6 +135,7 @@ def evaluated(model: PreTrainedModel, arguments: argparse.Namespace, base: Any) 
             model, base, windows[: arguments.limit].to(model.device)
         )
         found["kl"] = fmean(found["window_kl"])
+        found["kl_error"] = standard_error(found["window_kl"])
     return found
 
 
@@ -172,15 +173,19 @@ def rows(arguments: argparse.Namespace, full: dict[str, Any], base: Any) -> Iter
                 "perplexity": found["perplexity"],
                 "rise": share,
                 "rise_error": error,
-                **{name: found[name] for name in ("kl", "bits", "megabytes", "seconds")},
+                **{
+                    name: found[name] for name in ("kl", "kl_error", "bits", "megabytes", "seconds")
+                },
             }
 
 
 def line(row: dict[str, Any]) -> str:
     """A row of the table."""
-    rise = rise_text(row["rise"], row["rise_error"])
+    rise, kl = rise_text(row["rise"], row["rise_error"]), f"{row['kl']:.6f}"
+    if row["kl_error"] is not None:
+        kl += f" ± {row['kl_error']:.6f}"
     return (
-        f"| {row['scheme']} | {row['recipe']} | {row['perplexity']:.3f} | {rise} | {row['kl']:.4f}"
+        f"| {row['scheme']} | {row['recipe']} | {row['perplexity']:.3f} | {rise} | {kl}"
         f" | {row['bits']:.3f} | {row['megabytes']:.2f} | {row['seconds']:.0f} |"
     )
 
