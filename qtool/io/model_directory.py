@@ -111,6 +111,7 @@ def no_config(directory: Path) -> str:
 
 
 def what_is_there(directory: Path) -> str:
+    """What ``directory``, which has no safetensors that can be read, holds instead."""
     if shards := sorted(p.name for p in directory.glob("*.safetensors")):
         return f"{shards[0]} is there, but not the index that says which tensor is where"
     if files := sorted(directory.glob("*.gguf")):
