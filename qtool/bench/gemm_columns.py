@@ -147,7 +147,14 @@ class HalfColumn:
     ) -> list[Callable[[], object]]:
         x = torch.randn(m, k, device="cuda").bfloat16()
         out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-        return [partial(half.multiply, x, weight, None, out) for weight in weights]
+        calls = [self._call(x, weight) for weight in weights]
+        return [partial(call.plan(), call, out) for call in calls]
+
+    def _call(self, x: Tensor, weight: HalfWeight) -> half.W4A16Gemm | half.W4A16SparseGemm:
+        codes, more = weight.qweight, (weight.scale, None, torch.bfloat16)
+        if weight.metadata is None:
+            return half.W4A16Gemm(x, codes, *more)
+        return half.W4A16SparseGemm(x, codes, weight.metadata, *more)
 
 
 @dataclass(frozen=True)

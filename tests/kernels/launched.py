@@ -1,7 +1,7 @@
 """An op's launch on tensors of any device, where a test stands in for the driver."""
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from qtool.kernels.op import OPERATORS
 
@@ -11,8 +11,11 @@ R = TypeVar("R")
 
 def launched(op: Callable[P, R], *values: P.args, **named: P.kwargs) -> R:
     """What ``op`` does with CUDA tensors, whatever device ``values`` are on."""
-    call = OPERATORS[op](*values, **named)
+    call: Any = OPERATORS[op](*values, **named)
     call.require()
     out = call.empty()
-    call.launch(out)
+    if hasattr(call, "plan"):
+        call.plan()(call, out)
+    else:
+        call.launch(out)
     return cast(R, out)

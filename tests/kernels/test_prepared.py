@@ -4,8 +4,10 @@ Kernels are not loaded, and a launch is noted instead: its kernel, grid, block a
 """
 
 import ctypes
+import gc
 import struct
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,10 +21,14 @@ from qtool.format import LinearFormat
 from qtool.kernels import launch as launching
 from qtool.kernels.activation.quantize_activation import PARAMETERS as ROW
 from qtool.kernels.activation.quantize_activation import quantize_activation
+from qtool.kernels.activation.quantize_residual_norm import quantize_residual_norm
 from qtool.kernels.experts.w4a16 import w4a16_experts_gemm
 from qtool.kernels.hopper.gemm import PARAMETERS as GEMM
+from qtool.kernels.hopper.w4a8 import w4a8_gemm
+from qtool.kernels.hopper.w8a8 import w8a8_gemm
 from qtool.kernels.mma.half_gemm import PARAMETERS as HALF
 from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
+from qtool.kernels.op import OPERATORS
 from qtool.runtime.dispatch import KERNELS, Call
 from tests.kernels.launched import launched
 from tests.runtime.test_linear import quantized
@@ -115,8 +121,6 @@ def test_direct_launches_are_those_of_the_ops(
 
 def through_ops(call: Call) -> Tensor:
     """The same linear by the ops' CUDA implementations."""
-    from qtool.kernels.hopper.w4a8 import w4a8_gemm
-    from qtool.kernels.hopper.w8a8 import w8a8_gemm
     from qtool.runtime.dispatch import _w4a8_tensors
 
     fusion = "none" if call.norm is None else "rms-norm"
@@ -130,7 +134,7 @@ def through_ops(call: Call) -> Tensor:
     return launched(w4a8_gemm, codes, scale, *tensors, total, call.bias, *variant)
 
 
-def test_plans_are_kept_by_the_inputs_shape(launches: list[Launch]) -> None:
+def test_buffers_are_kept_by_the_inputs_shape(launches: list[Launch]) -> None:
     call = case(*FORMATS[0], 4)
     assert KERNELS[FORMATS[0]][0].prepare is not None
     prepared = KERNELS[FORMATS[0]][0].prepare(call)
@@ -138,7 +142,7 @@ def test_plans_are_kept_by_the_inputs_shape(launches: list[Launch]) -> None:
         assert prepared(call.x[:m]).shape == (m, 192)
     out = prepared(call.x.view(2, 2, 256))
     assert out.shape == (2, 2, 192) and out.is_contiguous()
-    assert set(prepared.plans) == {(0, 256), (1, 256), (4, 256), (2, 2, 256)}
+    assert set(prepared.buffers) == {(0, 256), (1, 256), (4, 256), (2, 2, 256)}
     assert len(launches) == 10
 
 
@@ -197,6 +201,36 @@ def test_a_launch_is_what_the_driver_documents() -> None:
     named = ["NONE", "64B", "128B"]
     numbers = [int(getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{name}")) for name in named]
     assert numbers == list(launching._SWIZZLES.values())
+
+
+def test_plans_keep_no_tensor(launches: list[Launch]) -> None:
+    """A model that is unloaded frees its weights."""
+    x = torch.ones(32, 256).bfloat16()
+    norm, codes, one, weight = x[0].clone(), x.to(torch.int8), torch.ones(32), torch.ones(64)
+    total, dtype, channel = torch.zeros(32).int(), torch.bfloat16, torch.zeros(1, 4, 2048)
+    packed = channel.to(torch.uint8), weight.clone()
+    marlin = torch.zeros(16, 256).int(), torch.ones(2, 128).bfloat16()
+    sparse = torch.zeros(8, 256).int(), torch.zeros(8, 256, dtype=torch.int16), marlin[1].clone()
+    cases: list[tuple[Any, tuple[Any, ...]]] = [
+        (quantize_activation, (x, None, norm, "rms-norm", 1e-5)),
+        (quantize_residual_norm, (x, x, None, norm.clone(), 1e-5)),
+        (w4a8_gemm, (codes, one, *packed, None, None, weight.to(torch.uint8), total, None,
+                     "w4a8-qoq", None, dtype)),
+        (w8a8_gemm, (codes, one, torch.zeros(64, 256, dtype=torch.int8), weight, None, dtype)),
+        (w4a16_gemm, (x, *marlin, None, dtype)),
+        (w4a16_24_gemm, (x, *sparse, None, dtype)),
+    ]  # fmt: skip
+    kept = []
+    for op, arguments in cases:
+        call = OPERATORS[op](*arguments)
+        call.require()
+        kept.append(call.plan())  # type: ignore[attr-defined]
+    tensors = [x for _, arguments in cases for x in arguments if isinstance(x, Tensor)]
+    alive = [weakref.ref(tensor) for tensor in tensors]
+    del x, norm, codes, one, weight, total, channel, packed, marlin, sparse
+    del cases, call, op, arguments, tensors
+    gc.collect()
+    assert len(kept) == 6 and not any(reference() is not None for reference in alive)
 
 
 def test_group_formats_have_no_direct_launch() -> None:

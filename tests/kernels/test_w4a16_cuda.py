@@ -2,6 +2,8 @@
 same at length.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,9 +11,7 @@ from torch import Tensor
 from qtool.format import LinearFormat
 from qtool.kernels.build import ARCHITECTURES
 from qtool.kernels.hopper.w4a16 import EXACT_TOKENS
-from qtool.kernels.mma.half_gemm import HalfWeight
-from qtool.kernels.mma.w4a16 import HOPPER
-from qtool.kernels.mma.w4a16 import multiply as launch
+from qtool.kernels.mma.w4a16 import HOPPER, W4A16Gemm, W4A16SparseGemm
 from tests.kernels.test_w4a16 import multiply
 
 pytestmark = [
@@ -77,10 +77,11 @@ def test_one_hot_tokens_spell_out_the_weight(
 def test_every_output_is_written(scheme: str, group: int | None, m: int) -> None:
     """Over memory that held NaN, and nothing beyond."""
     there = {name: tensor.cuda() for name, tensor in stored(scheme, group, "bfloat16").items()}
-    weight = HalfWeight(there["qweight"], there["scale"], there.get("metadata"))
     x, out = torch.ones(m, 640, device="cuda").bfloat16(), torch.full((m + 1, 256), torch.nan)
     out = out.cuda()
-    launch(x, weight, None, out[:-1])
+    how: Any = {"x": x, "bias": None, "out_dtype": torch.float32} | there
+    call = W4A16Gemm(**how) if scheme == "w4a16" else W4A16SparseGemm(**how)
+    call.plan()(call, out[:-1])
     assert not out[:-1].isnan().any() and out[-1].isnan().all()
 
 

@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qtool.errors import QtoolError, suggest
+from qtool.kernels.allocate import new_empty
 from qtool.kernels.build import ARCHS, Build, Source, cubin
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.launch import compute_capability, launch, load, pointers, require_ampere
-from qtool.kernels.op import operator
+from qtool.kernels.op import Launch, operator
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 from qtool.schemes.arithmetic.online_hadamard import SPAN, rotate
 
@@ -80,9 +81,9 @@ class QuantizeActivation(NamedTuple):
     def empty(self) -> tuple[Tensor, Tensor, Tensor]:
         x, m = self.x, self.x.shape[0]
         return (
-            x.new_empty((m, self.k), dtype=torch.int8),
-            x.new_empty((m,), dtype=torch.float32),
-            x.new_empty((m,), dtype=torch.int32),
+            new_empty(x, (m, self.k), torch.int8),
+            new_empty(x, (m,), torch.float32),
+            new_empty(x, (m,), torch.int32),
         )
 
     def read(self) -> Tensor:
@@ -94,15 +95,19 @@ class QuantizeActivation(NamedTuple):
         codes, scale = PER_TOKEN_S8.quantize(rotate(y) if self.rotated else y)
         return codes, scale[:, 0].contiguous(), codes.sum(1, dtype=torch.int32)
 
-    def launch(self, out: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, order = self.x, self.order
+    def plan(self) -> Launch:
+        order, device = self.order, self.x.device
         how = (self.fusion, order is not None, self.rotated)
-        sources = definitions(self.k, x.dtype, *how, x.device)
-        plan = RowPlan(sources, (order, self.norm), self.k, self.epsilon, x.device)
-        plan.launch(len(x), *pointers(x, *out))
+        sources = definitions(self.k, self.x.dtype, *how, device)
+        rows = RowPlan(sources, (order, self.norm), self.k, self.epsilon, device)
+
+        def launch(call: QuantizeActivation, out: tuple[Tensor, Tensor, Tensor]) -> None:
+            rows.launch(call.x.shape[0], *pointers(call.x, *out))
+
+        return launch
 
 
-quantize_activation = operator("quantize_activation", QuantizeActivation)
+quantize_activation = operator("quantize_activation", QuantizeActivation, rows=("x",))
 
 
 def require_inputs(
@@ -156,6 +161,8 @@ def rms_norm(wide: Tensor, norm: Tensor, epsilon: float) -> Tensor:
 class RowPlan:
     """The launch for the inputs of one linear; only tokens and addresses differ between calls.
 
+    The tensors are not kept: they have to live as long as the plan.
+
     Args:
         sources: pairs of a number of tokens and the kernel for up to so many; the last takes any
             number.
@@ -178,7 +185,6 @@ class RowPlan:
         for most, (name, _, defines) in sources:
             kernel = _kernel(name, tuple(defines.items()), arch, device.index)
             self.kernels.append((most, kernel, defines["CLUSTER"], defines["THREADS"]))
-        self.tensors = tensors  # kept, since the parameters hold their addresses
         self.addresses, self.k, self.epsilon = pointers(*tensors), k, epsilon
 
     def launch(

@@ -21,10 +21,11 @@ from qtool.kernels.activation.quantize_activation import (
     quantize_activation,
     rms_norm,
 )
+from qtool.kernels.allocate import new_empty
 from qtool.kernels.build import Build
 from qtool.kernels.checks import require_tensors
 from qtool.kernels.launch import pointers
-from qtool.kernels.op import operator
+from qtool.kernels.op import Launch, operator
 
 OP, FUSION = "quantize_residual_norm", "residual-norm"
 
@@ -60,21 +61,28 @@ class QuantizeResidualNorm(NamedTuple):
         require_tensors(OP, self.x.device, {"residual": (self.residual, shape, (self.x.dtype,))})
 
     def empty(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return *self.alone.empty(), torch.empty_like(self.x)
+        m, k = self.x.shape
+        return *self.alone.empty(), new_empty(self.x, (m, k), self.x.dtype)
 
     def reference(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wide = self.x.float() + self.residual.float()
         y = rms_norm(wide, self.norm, self.epsilon)
         return *quantize_activation(y, self.order, None, "none", 0.0), wide.to(self.x.dtype)
 
-    def launch(self, out: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-        x, order, (*quantized, added) = self.x, self.order, out
-        sources = definitions(x.shape[1], x.dtype, FUSION, order is not None, False, x.device)
-        plan = RowPlan(sources, (order, self.norm), x.shape[1], self.epsilon, x.device)
-        plan.launch(len(x), *pointers(x, *quantized), residual=pointers(self.residual, added))
+    def plan(self) -> Launch:
+        order, k, device = self.order, self.x.shape[1], self.x.device
+        sources = definitions(k, self.x.dtype, FUSION, order is not None, False, device)
+        rows = RowPlan(sources, (order, self.norm), k, self.epsilon, device)
+
+        def launch(call: QuantizeResidualNorm, out: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+            *quantized, added = out
+            stream = pointers(call.residual, added)
+            rows.launch(call.x.shape[0], *pointers(call.x, *quantized), residual=stream)
+
+        return launch
 
 
-quantize_residual_norm = operator(OP, QuantizeResidualNorm)
+quantize_residual_norm = operator(OP, QuantizeResidualNorm, rows=("x", "residual"))
 
 
 def builds() -> Iterator[Build]:

@@ -20,7 +20,7 @@ from qtool.kernels.attention.paged_cache import PagedCache, require_tokens
 from qtool.kernels.build import cubin
 from qtool.kernels.checks import require_tensors
 from qtool.kernels.launch import launch, load, pointers, require_ampere
-from qtool.kernels.op import operator
+from qtool.kernels.op import Launch, operator
 from qtool.schemes.kv import KV4, KV8, KVQuantizer
 
 OP = "kv_append_paged"
@@ -94,28 +94,31 @@ class KvAppendPaged(NamedTuple):
             for name, part in parts.items():  # [N, H, 64, ...]
                 part[page, :, within] = new[name][0].transpose(0, 1)
 
-    def launch(self, out: None) -> None:
-        key, value, pages, device = self.key, self.value, self.pages, self.key.device
-        tokens, heads, dim = key.shape
-        items = 2 * tokens * heads
-        if items == 0:
-            return
+    def plan(self) -> Launch:
+        device, bits = self.key.device, self.cache.bits
+        _, heads, dim = self.key.shape
         arch, overlap = require_ampere(OP, device)
-        channel = (
-            (self.k_importance, None) if self.cache.bits == 4 else (self.k_scale, self.v_scale)
-        )
-        key, value = aligned(key), aligned(value)
-        constants = [None if t is None else aligned(t) for t in (*channel, self.k_offset)]
-        parameters = PARAMETERS.pack(
-            *pointers(key, value, *constants, self.slots, pages),
-            *(*key.stride()[:2], *value.stride()[:2], pages.stride(0)),
-            *(items, heads, tokens, pages.shape[0]),
-        )
-        kernel = _kernel(self.cache.bits, dim, key.dtype, arch, device.index)
-        launch(kernel, blocks_of(items, dim), THREADS, 0, parameters, device, overlap=overlap)
+        kernel = _kernel(bits, dim, self.key.dtype, arch, device.index)
+
+        def start(call: KvAppendPaged, out: None) -> None:
+            tokens, pages = call.key.shape[0], call.pages
+            items = 2 * tokens * heads
+            if items == 0:
+                return
+            channel = (call.k_importance, None) if bits == 4 else (call.k_scale, call.v_scale)
+            key, value = aligned(call.key), aligned(call.value)
+            constants = [None if t is None else aligned(t) for t in (*channel, call.k_offset)]
+            parameters = PARAMETERS.pack(
+                *pointers(key, value, *constants, call.slots, pages),
+                *(*key.stride()[:2], *value.stride()[:2], pages.stride(0)),
+                *(items, heads, tokens, pages.shape[0]),
+            )
+            launch(kernel, blocks_of(items, dim), THREADS, 0, parameters, device, overlap=overlap)
+
+        return start
 
 
-kv_append_paged = operator(OP, KvAppendPaged, mutates=("pages",))
+kv_append_paged = operator(OP, KvAppendPaged, mutates=("pages",), rows=("key", "value", "slots"))
 
 
 @cache

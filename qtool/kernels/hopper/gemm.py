@@ -4,10 +4,11 @@ Legend: M tokens, N output channels, K input channels, G level-2 groups of a cha
 """
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,6 @@ from qtool.kernels.launch import (
     load,
     multiprocessors,
     pointers,
-    tensor_map,
 )
 
 THREADS = 384  # two consumer warpgroups and the producer's
@@ -118,68 +118,91 @@ def _kernel(operand: Operand, tile: Tile, out_dtype: torch.dtype, device: int) -
     return load(code, "qtool_gemm", SHARED_PER_BLOCK[tile.blocks_per_sm], device)
 
 
-class Plan:
-    """The launch of ``Y = X W^T`` for one weight ``[N, K]`` and M tokens, epilogue fused.
+class Kernel(NamedTuple):
+    """The kernel of one tile with a weight: its handle, and what a launch with it needs.
 
-    Everything that is the same for every call is computed once. The op checks the arguments.
+    ``token_bytes`` is the size of a token's channels; ``resident`` is how many of its blocks the
+    GPU holds at once; the maps are of the weight's boxes.
+    """
+
+    handle: int
+    token_bytes: int
+    shared_bytes: int
+    resident: int
+    weight_map: bytes
+    positions_map: bytes
+
+
+class Plan:
+    """Launches of ``Y = X W^T`` for one weight ``[N, K]`` and any tokens, epilogue fused.
+
+    What depends on the weight is computed once, and what depends on the tile when it is first used.
+    The op checks the arguments. The weight's tensors are not kept: they have to live as long.
 
     Args:
-        shape: M, N and K.
+        choose: function of a number of tokens that gives the operand and the tile.
+        shape: N and K.
         experts: the number of weights ``[N, K]`` whose rows follow one another in ``weight``, each
             for its own tokens; None: ``weight`` is one.
     """
 
     def __init__(
         self,
-        operand: Operand,
-        tile: Tile,
+        choose: Callable[[int], tuple[Operand, Tile]],
         weight: Weight,
         bias: Tensor | None,
-        shape: tuple[int, int, int],
+        shape: tuple[int, int],
         out_dtype: torch.dtype,
         *,
         overlap: bool = True,
         experts: int | None = None,
     ) -> None:
-        m, n, self.k = shape
-        self.tensors = (weight, bias)  # kept, since the parameters hold their addresses
-        self.device, self.overlap, self.tile = weight.scale1.device, overlap, tile
-        self.token_bytes = self.k * operand.token_item
+        (self.n, self.k), self.device = shape, weight.scale1.device
         require_hopper(self.device)
-        self.kernel = _kernel(operand, tile, out_dtype, self.device.index)
-        token_tiles = most_token_tiles(m, experts or 1, tile.tokens)
-        tiles = token_tiles * -(-n // tile.rows)
-        resident = multiprocessors(self.device) * tile.blocks_per_sm
-        # clusters of more than two blocks have one tile each
-        clusters = tiles if tile.split > 2 else min(tiles, resident // tile.split)
-        self.grid, self.shared_bytes = tile.split * clusters, SHARED_PER_BLOCK[tile.blocks_per_sm]
-        boxed, positions, (rows, box_bytes) = weight.boxed, weight.positions, operand.box
-        self.weight_map = b"" if boxed is None else tensor_map(boxed, rows, box_bytes)
-        self.positions = b"" if positions is None else tensor_map(positions, rows, box_bytes // 2)
+        self.choose, self.out_dtype, self.overlap = choose, out_dtype, overlap
+        self.boxed, self.positions = _matrix(weight.boxed), _matrix(weight.positions)
         level2 = (weight.qweight, weight.scale2, weight.offset2)
         self.weight = pointers(*level2, weight.scale1, weight.zero1, bias)
         kinds = NUMBERS[weight.scale1.dtype], 0 if bias is None else NUMBERS[bias.dtype]
-        self.numbers = (m, n * (experts or 1), self.k, *kinds, token_tiles, tiles)
-        self.experts = (experts or 0, n, weight.part or n)
+        self.numbers = self.n * (experts or 1), self.k, *kinds
+        self.experts = experts or 0, self.n, weight.part or self.n
+        self.kernels: dict[Tile, Kernel] = {}
 
-    def launch(self, x: int, sx: int, token_sum: int, out: int, offsets: int = 0) -> None:
-        """Start the kernel with tokens, their scales and sums, and the output at these addresses.
+    def launch(self, m: int, x: int, sx: int, token_sum: int, out: int, offsets: int = 0) -> None:
+        """Start the kernel for M tokens; they, their scales, sums and outputs are at addresses.
 
         ``offsets``: the address of the first token of each expert.
         """
-        tokens = byte_map(x, self.numbers[0], self.token_bytes, self.tile.tokens)
-        addresses = (*self.weight, sx, token_sum, out)
-        numbers = (*self.numbers, offsets, *self.experts)
-        parameters = PARAMETERS.pack(tokens, self.weight_map, *addresses, *numbers, self.positions)
-        launch(
-            self.kernel,
-            self.grid,
-            THREADS,
-            self.shared_bytes,
-            parameters,
-            self.device,
-            overlap=self.overlap,
+        if m == 0:
+            return
+        operand, tile = self.choose(m)
+        kernel = self.kernels.get(tile) or self._kernel(operand, tile)
+        token_tiles = most_token_tiles(m, self.experts[0] or 1, tile.tokens)
+        tiles = token_tiles * -(-self.n // tile.rows)
+        # clusters of more than two blocks have one tile each
+        clusters = tiles if tile.split > 2 else min(tiles, kernel.resident // tile.split)
+        parameters = PARAMETERS.pack(
+            byte_map(x, m, kernel.token_bytes, tile.tokens),
+            kernel.weight_map,
+            *(*self.weight, sx, token_sum, out),
+            *(m, *self.numbers, token_tiles, tiles, offsets, *self.experts),
+            kernel.positions_map,
         )
+        grid, overlap = tile.split * clusters, self.overlap
+        given = kernel.handle, grid, THREADS, kernel.shared_bytes, parameters, self.device
+        launch(*given, overlap=overlap)
+
+    def _kernel(self, operand: Operand, tile: Tile) -> Kernel:
+        rows, box_bytes = operand.box
+        self.kernels[tile] = kernel = Kernel(
+            _kernel(operand, tile, self.out_dtype, self.device.index),
+            self.k * operand.token_item,
+            SHARED_PER_BLOCK[tile.blocks_per_sm],
+            multiprocessors(self.device) * tile.blocks_per_sm,
+            b"" if self.boxed is None else byte_map(*self.boxed, rows, box_bytes),
+            b"" if self.positions is None else byte_map(*self.positions, rows, box_bytes // 2),
+        )
+        return kernel
 
 
 def run(
@@ -199,9 +222,15 @@ def run(
 
     ``offsets``: int32 ``[E + 1]``, the first token of each of E experts, and the end of the last.
     """
-    shape, experts = (*out.shape, x.shape[1]), None if offsets is None else len(offsets) - 1
-    plan = Plan(operand, tile, weight, bias, shape, out.dtype, overlap=overlap, experts=experts)
-    plan.launch(*pointers(x, sx, token_sum, out, offsets))
+    shape, experts = (out.shape[1], x.shape[1]), None if offsets is None else len(offsets) - 1
+    given = (lambda _: (operand, tile)), weight, bias, shape, out.dtype
+    plan = Plan(*given, overlap=overlap, experts=experts)
+    plan.launch(len(out), *pointers(x, sx, token_sum, out, offsets))
+
+
+def _matrix(boxes: Tensor | None) -> tuple[int, int, int] | None:
+    """Address, rows and columns of a matrix of bytes."""
+    return None if boxes is None else (boxes.data_ptr(), boxes.shape[0], boxes.shape[1])
 
 
 def most_token_tiles(m: int, experts: int, tokens: int) -> int:

@@ -16,21 +16,20 @@ from qtool.kernels.activation.quantize_activation import RowPlan, definitions
 from qtool.kernels.hopper.gemm import Operand, Plan, Weight
 from qtool.kernels.hopper.tiles import choose
 
-#: shapes of inputs whose plans are kept; a server's batches and a prompt's lengths fit
-MOST_PLANS = 256
+#: shapes of inputs whose buffers are kept; a server's batches and a prompt's lengths fit
+MOST_SHAPES = 256
 #: the bytes for scales are a multiple of it, so that sums begin as aligned as scales
 ALIGNMENT = 128
 
 
 class Buffers(NamedTuple):
-    """The launch plan of one input shape: its GEMM, and the places of its buffers.
+    """The buffers of one input shape.
 
     ``m`` is the number of tokens, ``shape`` and ``stride`` are those of the output. One buffer of
     ``size`` bytes holds the quantized input, with scales at byte ``scale`` and sums at byte
     ``token_sum``.
     """
 
-    gemm: Plan
     m: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -65,13 +64,16 @@ class PreparedLinear:
         *,
         rotated: bool = False,
     ) -> None:
-        self.operand, self.weight, self.bias, self.out_dtype = operand, weight, bias, out_dtype
-        (self.n, self.k), self.device = shape, weight.scale1.device
+        self.n, self.k = n, k = shape
+        self.device = weight.scale1.device
+        self.out_dtype = out_dtype
+        self.gemm = Plan(lambda m: (operand, choose(m, n, k)), weight, bias, shape, out_dtype)
         weight_of_norm, epsilon = norm
+        self.tensors = weight, bias, order, weight_of_norm  # the plans keep their addresses alone
         fusion = "none" if weight_of_norm is None else "rms-norm"
         sources = definitions(self.k, dtype, fusion, order is not None, rotated, self.device)
         self.rows = RowPlan(sources, (order, weight_of_norm), self.k, epsilon, self.device)
-        self.plans: dict[torch.Size, Buffers] = {}
+        self.buffers: dict[torch.Size, Buffers] = {}
         # Inductor's allocators: half the time of torch.empty, on the current device
         allocators: Any = torch._C._dynamo.guards
         on_gpu = self.device.type == "cuda"
@@ -86,31 +88,28 @@ class PreparedLinear:
         if x.is_cuda and torch._C._cuda_getDevice() != self.index:
             with torch.cuda.device(self.device):
                 return self(x)
-        plan = self.plans.get(x.shape) or self._plan(x)
-        out = self.empty(plan.shape, plan.stride, self.out_dtype)
-        if plan.m == 0:
+        own = self.buffers.get(x.shape) or self._buffers(x)
+        out = self.empty(own.shape, own.stride, self.out_dtype)
+        if own.m == 0:
             return out
-        codes = self.empty((plan.size,), (1,), torch.uint8)  # scales and sums too
+        codes = self.empty((own.size,), (1,), torch.uint8)  # scales and sums too
         address = codes.data_ptr()
-        scale, token_sum = address + plan.scale, address + plan.token_sum
-        self.rows.launch(plan.m, x.data_ptr(), address, scale, token_sum)
-        plan.gemm.launch(address, scale, token_sum, out.data_ptr())
+        scale, token_sum = address + own.scale, address + own.token_sum
+        self.rows.launch(own.m, x.data_ptr(), address, scale, token_sum)
+        self.gemm.launch(own.m, address, scale, token_sum, out.data_ptr())
         return out
 
-    def _plan(self, x: Tensor) -> "Buffers":
-        """The GEMM and the memory for inputs of ``x``'s shape."""
+    def _buffers(self, x: Tensor) -> Buffers:
+        """The buffers for inputs of ``x``'s shape."""
         if x.shape[-1] != self.k:
             raise QtoolError(f"x is {tuple(x.shape)}; expected {self.k} input channels at the end")
-        if len(self.plans) >= MOST_PLANS:
-            self.plans.clear()
+        if len(self.buffers) >= MOST_SHAPES:
+            self.buffers.clear()
         shape = (*x.shape[:-1], self.n)
         m = prod(shape[:-1])
-        tile = choose(max(m, 1), self.n, self.k)
-        sizes = (max(m, 1), self.n, self.k)
-        gemm = Plan(self.operand, tile, self.weight, self.bias, sizes, self.out_dtype)
         stride = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
         scale_bytes = -(-4 * m // ALIGNMENT) * ALIGNMENT
         token_sum = m * self.k + scale_bytes
-        buffers = Buffers(gemm, m, shape, stride, m * self.k, token_sum, token_sum + scale_bytes)
-        self.plans[x.shape] = buffers
+        buffers = Buffers(m, shape, stride, m * self.k, token_sum, token_sum + scale_bytes)
+        self.buffers[x.shape] = buffers
         return buffers

@@ -8,6 +8,7 @@ rounded.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from qtool.kernels.build import Build
 from qtool.kernels.dtypes import NUMBERS
 from qtool.kernels.hopper import gemm
-from qtool.kernels.hopper.gemm import Operand, Weight
+from qtool.kernels.hopper.gemm import Operand, Plan, Weight
 from qtool.kernels.hopper.tiles import TABLE_HALF, Tile, choose_half
 
 EXACT_TOKENS = 32
@@ -25,6 +26,7 @@ INSTRUCTIONS = {torch.float16: "HGMMA.64x{}x16.F32", torch.bfloat16: "HGMMA.64x{
 INSTRUCTIONS_24 = {x: name.replace("64x{}x16", "SP.64x{}x32") for x, name in INSTRUCTIONS.items()}
 
 
+@cache
 def operand(
     group: int, x: torch.dtype, scale: torch.dtype, tokens: int, *, sparse: bool = False
 ) -> Operand:
@@ -78,19 +80,23 @@ def packed_weight(qweight: Tensor, scale: Tensor, metadata: Tensor | None = None
     return Weight(scale, boxed=qweight.view(torch.uint8), positions=positions)
 
 
-def run(
-    x: Tensor,
+def plan(
+    x: torch.dtype,
     qweight: Tensor,
     scale: Tensor,
     metadata: Tensor | None,
-    out: Tensor,
     bias: Tensor | None,
-) -> None:
-    """Launch ``out [M, N] = x [M, K] W^T``. All checks were made by the op."""
-    (m, k), n, sparse = x.shape, out.shape[1], metadata is not None
+    shape: tuple[int, int],
+    out_dtype: torch.dtype,
+) -> Plan:
+    """The launches for tokens of dtype ``x`` by a weight of ``shape``; the op made all checks."""
+    (n, k), sparse = shape, metadata is not None
     group = 0 if len(scale) == 1 else k // len(scale)
-    scales_sums = group > 0 and scale.dtype != x.dtype
-    tile = choose_half(m, n, k, scales_sums=scales_sums, sparse=sparse)
-    kernel = operand(group, x.dtype, scale.dtype, tile.tokens, sparse=sparse)
-    weight = packed_weight(qweight, scale, metadata)
-    gemm.run(kernel, tile, x, None, weight, out, bias=bias)
+    kind = group, x, scale.dtype
+    scales_sums = group > 0 and scale.dtype != x
+
+    def choose(m: int) -> tuple[Operand, Tile]:
+        tile = choose_half(m, n, k, scales_sums=scales_sums, sparse=sparse)
+        return operand(*kind, tile.tokens, sparse=sparse), tile
+
+    return Plan(choose, packed_weight(qweight, scale, metadata), bias, shape, out_dtype)

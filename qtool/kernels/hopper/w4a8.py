@@ -20,13 +20,15 @@ from torch import Tensor
 
 from qtool import schemes
 from qtool.errors import QtoolError, suggest
+from qtool.kernels.allocate import new_empty
 from qtool.kernels.build import Build
 from qtool.kernels.checks import Expected, require_out_dtype, require_tensors
 from qtool.kernels.dtypes import FLOATS
 from qtool.kernels.hopper import gemm
-from qtool.kernels.hopper.gemm import Operand, Weight, run
+from qtool.kernels.hopper.gemm import Operand, Plan, Weight
 from qtool.kernels.hopper.tiles import TABLE, Tile, choose
-from qtool.kernels.op import operator
+from qtool.kernels.launch import pointers
+from qtool.kernels.op import Launch, operator
 from qtool.layouts.base import Layout
 from qtool.layouts.dual_mma import DUAL_MMA
 from qtool.schemes.arithmetic.products import int_matmul, scaled
@@ -148,7 +150,7 @@ class W4A8Gemm(NamedTuple):
 
     def empty(self) -> Tensor:
         n = self.qweight.shape[0] * 64
-        return self.x.new_empty((self.x.shape[0], n), dtype=self.out_dtype)
+        return new_empty(self.x, (self.x.shape[0], n), self.out_dtype)
 
     def reference(self) -> Tensor:
         return self.product(DUAL_MMA, self.qweight.shape[0] * 64)
@@ -172,18 +174,19 @@ class W4A8Gemm(NamedTuple):
             return sums
         return scaled(sums, self.sx[:, None], self.s1, self.bias).to(self.out_dtype)
 
-    def launch(self, out: Tensor) -> None:
-        if len(out):
-            weight = packed_weight(
-                self.scheme, self.qweight, self.s1, self.s2, self.offset, self.zero
-            )
-            tile = choose(*out.shape, self.x.shape[1])
-            kernel = operand(self.scheme, self.group_size)
-            given = (kernel, tile, self.x, self.sx, weight, out)
-            run(*given, token_sum=self.token_sum, bias=self.bias)
+    def plan(self) -> Launch:
+        n, k = self.qweight.shape[0] * 64, self.x.shape[1]
+        tensors = self.qweight, self.s1, self.s2, self.offset, self.zero
+        weight, kernel = packed_weight(self.scheme, *tensors), operand(self.scheme, self.group_size)
+        gemm = Plan(lambda m: (kernel, choose(m, n, k)), weight, self.bias, (n, k), self.out_dtype)
+
+        def launch(call: W4A8Gemm, out: Tensor) -> None:
+            gemm.launch(out.shape[0], *pointers(call.x, call.sx, call.token_sum, out))
+
+        return launch
 
 
-w4a8_gemm = operator("w4a8_gemm", W4A8Gemm)
+w4a8_gemm = operator("w4a8_gemm", W4A8Gemm, rows=("x", "sx", "token_sum"))
 
 
 def packed_weight(

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.kernels.allocate import new_empty
 from qtool.kernels.build import Build
 from qtool.kernels.checks import Expected, require_out_dtype, require_tensors
 from qtool.kernels.dtypes import FLOATS
 from qtool.kernels.hopper import gemm
-from qtool.kernels.hopper.gemm import Operand, Weight, run
+from qtool.kernels.hopper.gemm import Operand, Plan, Weight
 from qtool.kernels.hopper.tiles import Tile, choose
-from qtool.kernels.op import operator
+from qtool.kernels.launch import pointers
+from qtool.kernels.op import Launch, operator
 from qtool.schemes.arithmetic.products import int_matmul, scaled
 
 OPERAND = Operand("hopper/w8a8_gemm", (), 128 * 128)
@@ -71,7 +73,7 @@ class W8A8Gemm(NamedTuple):
         require_tensors(op, self.x.device, expected)
 
     def empty(self) -> Tensor:
-        return self.x.new_empty((self.x.shape[0], len(self.weight)), dtype=self.out_dtype)
+        return new_empty(self.x, (self.x.shape[0], self.weight.shape[0]), self.out_dtype)
 
     def reference(self) -> Tensor:
         sums = int_matmul(self.x, self.weight)
@@ -79,14 +81,18 @@ class W8A8Gemm(NamedTuple):
             return sums
         return scaled(sums, self.sx[:, None], self.scale, self.bias).to(self.out_dtype)
 
-    def launch(self, out: Tensor) -> None:
-        if len(out):
-            tile = choose(*out.shape, self.x.shape[1])
-            weight = packed_weight(self.weight, self.scale)
-            run(OPERAND, tile, self.x, self.sx, weight, out, bias=self.bias)
+    def plan(self) -> Launch:
+        n, k = self.weight.shape
+        weight = packed_weight(self.weight, self.scale)
+        gemm = Plan(lambda m: (OPERAND, choose(m, n, k)), weight, self.bias, (n, k), self.out_dtype)
+
+        def launch(call: W8A8Gemm, out: Tensor) -> None:
+            gemm.launch(out.shape[0], *pointers(call.x, call.sx, None, out))
+
+        return launch
 
 
-w8a8_gemm = operator("w8a8_gemm", W8A8Gemm)
+w8a8_gemm = operator("w8a8_gemm", W8A8Gemm, rows=("x", "sx"))
 
 
 def packed_weight(weight: Tensor, scale: Tensor) -> Weight:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from qtool import schemes
 from qtool.errors import QtoolError
+from qtool.kernels.allocate import new_empty
 from qtool.kernels.build import ARCHITECTURES, Build
 from qtool.kernels.checks import Expected, require_tensors
 from qtool.kernels.dtypes import FLOATS, HALF
@@ -31,7 +32,7 @@ from qtool.kernels.hopper import w4a16 as wgmma
 from qtool.kernels.launch import compute_capability
 from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run
 from qtool.kernels.mma.half_tiles import TABLE, choose
-from qtool.kernels.op import operator
+from qtool.kernels.op import Launch, operator
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24
 
@@ -68,7 +69,7 @@ class W4A16Gemm(NamedTuple):
         _require(op, self.x, self.weight, self.bias, self.out_dtype)
 
     def empty(self) -> Tensor:
-        return self.x.new_empty((self.x.shape[0], self.weight.shape[0]), dtype=self.out_dtype)
+        return new_empty(self.x, (self.x.shape[0], self.weight.shape[0]), self.out_dtype)
 
     def reference(self) -> Tensor:
         n, k = self.weight.shape
@@ -77,8 +78,8 @@ class W4A16Gemm(NamedTuple):
         scheme = schemes.get("w4a16", self.weight.group or None)
         return scheme.matmul(self.x, codes, params, self.bias).to(self.out_dtype)
 
-    def launch(self, out: Tensor) -> None:
-        multiply(self.x, self.weight, self.bias, out)
+    def plan(self) -> Launch:
+        return _plan(self)
 
 
 class W4A16SparseGemm(NamedTuple):
@@ -104,7 +105,7 @@ class W4A16SparseGemm(NamedTuple):
         _require("w4a16_24_gemm", self.x, self.weight, self.bias, self.out_dtype)
 
     def empty(self) -> Tensor:
-        return self.x.new_empty((self.x.shape[0], self.weight.shape[0]), dtype=self.out_dtype)
+        return new_empty(self.x, (self.x.shape[0], self.weight.shape[0]), self.out_dtype)
 
     def reference(self) -> Tensor:
         n, k = self.weight.shape
@@ -114,12 +115,12 @@ class W4A16SparseGemm(NamedTuple):
         scheme = schemes.get("w4a16-24", self.weight.group or None)
         return scheme.matmul(self.x, codes, params, self.bias).to(self.out_dtype)
 
-    def launch(self, out: Tensor) -> None:
-        multiply(self.x, self.weight, self.bias, out)
+    def plan(self) -> Launch:
+        return _plan(self)
 
 
-w4a16_gemm = operator("w4a16_gemm", W4A16Gemm)
-w4a16_24_gemm = operator("w4a16_24_gemm", W4A16SparseGemm)
+w4a16_gemm = operator("w4a16_gemm", W4A16Gemm, rows=("x",))
+w4a16_24_gemm = operator("w4a16_24_gemm", W4A16SparseGemm, rows=("x",))
 
 
 def by_wgmma(m: int, capability: tuple[int, int]) -> bool:
@@ -127,15 +128,22 @@ def by_wgmma(m: int, capability: tuple[int, int]) -> bool:
     return capability == HOPPER and m > MOST_BY_MMA
 
 
-def multiply(x: Tensor, weight: HalfWeight, bias: Tensor | None, out: Tensor) -> None:
-    """Launch ``out [M, N] = x [M, K] W^T`` by the kernel for M and the GPU. Checks were made."""
-    m, capability = len(out), compute_capability(x.device)
-    if m == 0:
-        return
-    if by_wgmma(m, capability):
-        wgmma.run(x, weight.qweight, weight.scale, weight.metadata, out, bias)
-    else:
-        run(choose(*out.shape, capability), x, weight, out, bias)
+def _plan(first: W4A16Gemm | W4A16SparseGemm) -> Launch:
+    """Launches by the kernel for the number of tokens and the GPU of the ``first`` call."""
+    capability = compute_capability(first.x.device)
+    packed, wide = first.weight, None
+    if capability == HOPPER:
+        tensors = packed.qweight, packed.scale, packed.metadata, first.bias
+        wide = wgmma.plan(first.x.dtype, *tensors, packed.shape, first.out_dtype)
+
+    def launch(call: W4A16Gemm | W4A16SparseGemm, out: Tensor) -> None:
+        m = out.shape[0]
+        if wide and by_wgmma(m, capability):
+            wide.launch(m, call.x.data_ptr(), 0, 0, out.data_ptr())
+        elif m:
+            run(choose(*out.shape, capability), call.x, call.weight, out, call.bias)
+
+    return launch
 
 
 def _require(
