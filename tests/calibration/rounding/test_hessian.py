@@ -36,6 +36,20 @@ def test_batches_add_up() -> None:
     assert parts.tokens == whole.tokens == 48
 
 
+def test_a_tokens_share_may_have_a_square_below_float16() -> None:
+    share = torch.tensor([[1.0], [1e-4], [1.0]])
+    x = (torch.randn(3, 16) / share).clamp(-6e4, 6e4).half()
+    reference, lacking = x * 1.5, torch.randn(3, 5) / share
+    found = Hessian(16, x.device, drift=True, hidden=5)
+    found.add(x, reference, lacking, share)
+    found.complete()
+    counted, close = x * share, partial(torch.testing.assert_close, rtol=1e-2, atol=1e-2)
+    close(found.h, 2 * counted.T @ counted)
+    assert found.d is not None and found.s is not None
+    close(found.d, 2 * ((reference - x) * share).T @ counted)
+    close(found.s, 2 * (lacking * share).T @ counted)
+
+
 @pytest.mark.parametrize("k", [64, 700, 1300])
 def test_panels_are_put_together_again(k: int) -> None:
     x, reference, lacking = torch.randn(30, k), torch.randn(30, k), torch.randn(30, 7)

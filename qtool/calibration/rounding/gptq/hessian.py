@@ -62,13 +62,16 @@ class Hessian:
         """
         h, *others = self._sums
         with phase("Hessian"):
-            counted = x if share is None else x * share.square().to(x.dtype)
+            errors = [None if reference is None else reference.to(x.dtype) - x, lacking]
+            if share is not None:  # on both sides of each product: float16 lacks small squares
+                factor = share.to(x.dtype)
+                x = x * factor
+                errors = [None if error is None else error * factor for error in errors]
             for (rows, columns), panel in self._by_panel(h.tensor):
-                add_product(panel, x[:, rows], counted[:, columns])
-            missing = None if reference is None else reference.to(x.dtype) - x
-            for part, error in zip(others, (missing, lacking), strict=False):
+                add_product(panel, x[:, rows], x[:, columns])
+            for part, error in zip(others, errors, strict=False):
                 if error is not None:
-                    add_product(part.tensor.view(-1, x.shape[1]), error.to(x.dtype), counted)
+                    add_product(part.tensor.view(-1, x.shape[1]), error.to(x.dtype), x)
         self.tokens += len(x)
 
     def _by_panel(self, total: Tensor) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
