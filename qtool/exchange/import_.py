@@ -23,7 +23,7 @@ from torch import Tensor
 
 import qtool
 from qtool import recipes
-from qtool.errors import QtoolError, checking
+from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.convert import Conversion, Json, Metadata, Tensors, convert
 from qtool.exchange.import_format import (
     INSTEAD,
@@ -156,8 +156,10 @@ class Import(Conversion):
         codes, params = self._read(owner)
         if grid.order is not None:
             codes = codes[:, grid.order]
-        with checking(owner):
+        try:
             made.scheme_object.check(codes, params)
+        except CheckFailed as error:
+            raise CheckFailed(f"{owner}: {error}; {INSTEAD}") from error
         for part, tensor in made.pack(codes, params).items():
             yield f"{owner}.{part}", tensor
         if self.native.is_permuted(owner):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qtool.errors import QtoolError
+from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.export import export
 from qtool.exchange.import_ import import_checkpoint
 from qtool.io.source import Checkpoint
@@ -141,6 +141,16 @@ def test_zero_points_of_channels_become_qoq(
     assert Checkpoint(imported.directory).config["quantization_config"]["scheme"] == "w4a8-qoq"
     assert "activations have 16 bits there and 8 here" in str(imported)
     assert not [row.problem for row in verify(imported.directory) if row.problem]
+
+
+def test_a_scale_below_zero_beside_zero_points_says_what_to_do(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    ours = native(make_model(dtype=torch.bfloat16), QOQ)
+    foreign = export(ours, "awq", tmp_path / "foreign").directory
+    change_tensor(foreign, f"{DOWN}.scales", lambda t: torch.cat([-t[:, :1], t[:, 1:]], 1))
+    with pytest.raises(CheckFailed, match=f"{DOWN}: .*scale finite and above 0.* quantize the ori"):
+        import_checkpoint(Checkpoint(foreign), tmp_path / "back", "row-major")
 
 
 def test_zero_points_of_groups_say_what_to_do(
