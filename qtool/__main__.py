@@ -10,13 +10,13 @@ def main() -> None:
     try:
         import signal
 
+        signal.signal(signal.SIGINT, _interrupt)
         _open_closed_streams()
         if "OMP_WAIT_POLICY" not in os.environ:
             # torch's threads wait awake for moments only: beside other work on the same cores they
             # would wait for each other longer than they compute
             os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         _keep_freed_memory()
-        signal.signal(signal.SIGINT, _interrupt)
         from qtool.cli import main as run
 
         try:

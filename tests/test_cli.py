@@ -249,7 +249,9 @@ main()
 
 
 @pytest.mark.parametrize("made", ["KeyboardInterrupt", "ModuleNotFoundError('PreTrainedModel')"])
-@pytest.mark.parametrize("where", ["qtool.cli", "click", "qtool.api", "torch", "transformers"])
+@pytest.mark.parametrize(
+    "where", ["ctypes", "qtool.cli", "click", "qtool.api", "torch", "transformers"]
+)
 def test_ctrl_c_ends_an_import_with_one_line(where: str, made: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", AT_AN_IMPORT, where, made], capture_output=True, text=True
