@@ -240,6 +240,14 @@ def transform(do: Callable[[Block], object]) -> dict[str, Any]:
             "a pair .clip, group_clip. is expected, each of them a float or a tensor",
         ),
         (
+            lambda block: block.clips.update({"mlp.up_proj": (torch.ones(3), 1.0)}),
+            r"clips of shapes .3. and .. for .*layers.0.mlp.up_proj; .384. and .384, 1., or a",
+        ),
+        (
+            lambda block: block.clips.update({"mlp.up_proj": (1.0, torch.ones(384))}),
+            r"clips of shapes .. and .384. for .*layers.0.mlp.up_proj; .384. and .384, 1., or a",
+        ),
+        (
             lambda block: block.weight("mlp.up").mul_(2),
             "'mlp.up': no module of block 0: did you mean mlp.up_proj",
         ),

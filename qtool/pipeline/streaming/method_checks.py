@@ -97,6 +97,15 @@ def require_stored(block: Block, job: Job) -> None:
                 f"a transform chooses the clip {clips!r} for {job.full(block.index, name)}; a pair"
                 " (clip, group_clip) is expected, each of them a float or a tensor"
             )
+        if scheme := block.schemes.get(name):
+            n, groups, _ = scheme.groups(block.weight(name)).shape
+            found = [list(clip.shape) if isinstance(clip, Tensor) else [] for clip in clips]
+            if found[0] not in ([], [n]) or found[1] not in ([], [n, groups]):
+                raise QtoolError(
+                    f"a transform chooses clips of shapes {found[0]} and {found[1]} for"
+                    f" {job.full(block.index, name)}; [{n}] and [{n}, {groups}], or a number in"
+                    " place of each, are expected"
+                )
 
 
 def require_packable(
