@@ -123,11 +123,20 @@ def save(directory: Path, saved: SavedResult) -> None:
 
     A lock lets one process at a time do so.
     """
-    with (directory / f"{FILE}.lock").open("w") as lock:
+    path = directory / f"{FILE}.lock"
+    with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        others = [s for s in read(directory) if (s.model, s.facts) != (saved.model, saved.facts)]
-        write_json(directory / FILE, json_safe({RESULTS: [asdict(s) for s in [*others, saved]]}))
-        _show(directory)
+        if not os.fstat(lock.fileno()).st_nlink:  # the process that held it has removed the file
+            return save(directory, saved)
+        try:
+            others = [
+                s for s in read(directory) if (s.model, s.facts) != (saved.model, saved.facts)
+            ]
+            results = json_safe({RESULTS: [asdict(s) for s in [*others, saved]]})
+            write_json(directory / FILE, results)
+            _show(directory)
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _show(directory: Path) -> None:

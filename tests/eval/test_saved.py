@@ -144,6 +144,7 @@ def test_processes_that_save_at_once_lose_nothing(store):
     assert [one.code for one in ended] == [0, 0], ended
     found = {(one.model, one.facts["number"]) for one in saved.read(store)}
     assert found == {(model, number) for model in folders for number in range(50)}
+    assert not list(store.glob("*.lock"))
 
 
 def test_a_damaged_file_is_named(store):
