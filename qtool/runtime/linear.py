@@ -149,7 +149,8 @@ class QuantLinear(nn.Module):
         if not all(map(is_, buffers, self._buffers.values())) or not buffers:
             kernel = self.kernel(x.device, x.dtype)
             if kernel is not None and kernel.prepare is not None:
-                prepared = kernel.prepare(self._call(x, out_dtype))
+                with running(fails=f"prepare of the kernel {kernel.name} fails"):
+                    prepared = kernel.prepare(self._call(x, out_dtype))
             else:
                 prepared = None
             self._prepared[key] = prepared, tuple(self._buffers.values())
@@ -172,7 +173,8 @@ class QuantLinear(nn.Module):
         x = x.contiguous()
         if x.is_cuda and (prepared := self.prepared(x, out_dtype)):
             return prepared(x)
-        return kernel.multiply(self._call(x, out_dtype))
+        with running(fails=f"the kernel {kernel.name} fails"):
+            return kernel.multiply(self._call(x, out_dtype))
 
     def _call(self, x: Tensor, out_dtype: torch.dtype) -> Call:
         how = (self.format, out_dtype, *(self.norm or (None, 0.0)))

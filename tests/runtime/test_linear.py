@@ -1,6 +1,7 @@
 """QuantLinear: its packed bytes, its permutation and bias, for every scheme and layout that fit."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from qtool.errors import QtoolError
 from qtool.format import CheckpointFormat, LinearFormat, Rule, of_any_expert
 from qtool.layouts.marlin_24 import Marlin24Layout
 from qtool.models.auto import running
+from qtool.runtime.dispatch import W8A8, Call
 from qtool.runtime.linear import QuantLinear
 from qtool.schemes import Params
 from qtool.schemes.arithmetic.online_hadamard import rotate
@@ -89,6 +91,29 @@ def test_what_a_scheme_raises_is_not_said_of_transformers(monkeypatch: pytest.Mo
     said = r"^matmul of the scheme w8a8 fails \(KeyError: 'zero'\)$"
     with pytest.raises(QtoolError, match=said), running():
         linear(torch.ones(1, 256))
+
+
+@pytest.mark.parametrize("function", ["multiply", "prepare"])
+def test_what_a_kernel_raises_is_not_said_of_transformers(
+    function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(call: Call) -> Any:
+        raise KeyError("zero")
+
+    linear = quantized("w8a8", "row-major-8", torch.randn(128, 256))
+    wrong = replace(W8A8, **{"name": "mine", "prepare": None, function: fail})
+    monkeypatch.setattr(linear, "kernel", lambda *_: wrong)
+    x = torch.ones(1, 256)
+    with pytest.raises(QtoolError, match=r"kernel mine fails \(KeyError: 'zero'\)$"), running():
+        linear(x) if function == "multiply" else linear.prepared(x, x.dtype)
+
+
+def test_the_product_of_a_kernel_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, x = quantized("w8a8", "row-major-8", torch.randn(128, 256)), torch.ones(1, 256)
+    plain = replace(W8A8, prepare=None, multiply=lambda call: call.x[:, :128] * 2)
+    monkeypatch.setattr(linear, "kernel", lambda *_: plain)
+    compiled = torch.compile(linear, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), torch.full((1, 128), 2.0))
 
 
 def test_a_permuted_linear_gathers_its_input() -> None:
