@@ -16,7 +16,7 @@ from qtool import plugins
 from qtool.errors import (
     QtoolError,
     expand_home,
-    require_known,
+    plain,
     require_names,
     require_new_path,
     require_path,
@@ -285,6 +285,7 @@ def sensitivity(
 
     require_progress(progress)
     device = str(require_device(device))
+    asked = {"samples": samples, "seqlen": seqlen, "seed": seed, "data_dir": data_dir}
     with ranks.process_group(device) as own:
         if ranks.size() > 1:
             raise QtoolError("the sensitivity is measured by one process: start no others")
@@ -293,7 +294,7 @@ def sensitivity(
             require_names("choices", choices),
             budget_bits,
             require_new_path("out", out),
-            QuantizeOptions(samples=samples, seqlen=seqlen, seed=seed, data_dir=data_dir),
+            QuantizeOptions.of(asked),
             recipe=recipe,
             text=calibration,
             device=own,
@@ -403,18 +404,19 @@ def evaluate(
     """
     if not (names := require_names("tasks", tasks)):
         raise QtoolError("no task: name one, or list them with `qtool eval --list`")
+    options = plain(options)
     if isinstance(model, str | os.PathLike):
         _require_no_tokenizer(tokenizer)
         from qtool.eval.checkpoints import EvaluateKeywords, evaluate_checkpoints
 
-        require_known(options, EvaluateKeywords.__annotations__)
+        plugins.require_keywords(options, EvaluateKeywords)
         return evaluate_checkpoints(names, model, compare, engine=_engine(engine), **options)
     from qtool.eval.evaluate import TaskKeywords
     from qtool.eval.evaluate import evaluate as evaluate_loaded
     from qtool.pipeline.given_model import require_model, require_tokenizer
 
     require_model(model)
-    require_known(options, TaskKeywords.__annotations__)
+    plugins.require_keywords(options, TaskKeywords)
     if tokenizer is None or compare is not None or engine is not None:
         raise QtoolError(
             "a model in memory is evaluated with its tokenizer, without a baseline or an engine"

@@ -2,11 +2,13 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from numbers import Number
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 
 class QtoolError(Exception):
@@ -71,6 +73,15 @@ def require_count(name: str, value: object, least: int = 1) -> None:
     """
     if type(value) is not int or value < least:
         raise QtoolError(f"{name} {value!r}: a whole number of at least {least} is expected")
+
+
+def plain(given: Any) -> Any:
+    """``given`` with Python's numbers in place of numpy's, in mappings and lists too."""
+    if isinstance(given, Mapping):
+        return {key: plain(value) for key, value in given.items()}
+    if isinstance(given, list):
+        return [plain(value) for value in given]
+    return given.item() if isinstance(given, Number) and hasattr(given, "item") else given
 
 
 def require_positive(name: str, value: object) -> None:

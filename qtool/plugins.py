@@ -17,12 +17,13 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from importlib.metadata import EntryPoint, entry_points
 from inspect import formatannotation
+from os import PathLike
 from pathlib import Path
 from traceback import extract_tb
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from types import SimpleNamespace, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from qtool.errors import QtoolError, require_text, suggest
+from qtool.errors import QtoolError, require_known, require_text, suggest
 
 GROUP = "qtool.plugins"
 T = TypeVar("T")
@@ -142,6 +143,18 @@ def require_kinds(given: Any, name: str, kinds: Mapping[str, Any]) -> None:
             )
 
 
+def require_keywords(options: Mapping[str, Any], declared: type) -> None:
+    """Refuse keywords that ``declared``, a TypedDict or a dataclass, lacks or has of another type.
+
+    Raises:
+        QtoolError: naming the keyword, with a suggestion, or its value and its type.
+    """
+    kinds = get_type_hints(declared)
+    require_known(options, kinds)
+    given = SimpleNamespace(**options)
+    require_kinds(given, "options", {name: kinds[name] for name in options})
+
+
 def is_of(value: Any, kind: Any) -> bool:
     """Whether ``value``, with all that it contains, is of the type that the annotation says."""
     origin: Any = get_origin(kind) or kind
@@ -155,7 +168,7 @@ def is_of(value: Any, kind: Any) -> bool:
     among: Any = (int, float) if origin is float else origin
     if not isinstance(value, among):
         return False
-    if not of:
+    if not of or isinstance(value, PathLike):
         return True
     if isinstance(value, Mapping):
         return all(is_of(key, of[0]) and is_of(one, of[1]) for key, one in value.items())

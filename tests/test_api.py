@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -43,9 +44,13 @@ def linears(model: torch.nn.Module) -> list[QuantLinear]:
     [
         ({"model": None}, "model None: a directory, a hub id, demo or a transformers model"),
         ({"scheme": 5}, "--scheme 5: a text is expected"),
-        ({"kv": 4}, "--kv 4: a text is expected"),
-        ({"layout": 4}, "layout 4: a text is expected"),
-        ({"target": 100, "scheme": "w4a4"}, "unknown GPU 100"),
+        ({"kv": 4}, r"options: kv is 4; str \| None is expected"),
+        ({"layout": ["marlin"]}, r"options: layout is \['marlin'\]; str \| None is expected"),
+        ({"target": 100, "scheme": "w4a4"}, r"options: target is 100; str \| None is expected"),
+        ({"data_dir": 5}, r"options: data_dir is 5; str \| Path \| None is expected"),
+        ({"adapter": b"x"}, r"options: adapter is b'x'; str \| PathLike\[str\] \| None is"),
+        ({"calibration": 5}, r"calibration data: a corpus, .* found <class 'int'>"),
+        ({"calibration": [(5.5, 8)]}, r"calibration data: .* found <class 'float'>"),
     ],
 )
 def test_a_value_of_another_type_is_named(wrong: dict[str, Any], said: str) -> None:
@@ -309,6 +314,20 @@ def test_a_recipe_in_every_form(make_model: MakeModel, tmp_path: Path) -> None:
     assert len(set(results)) == 1 and '"w8a8"' in results[0]
 
 
+def test_numbers_may_be_numpys(tmp_path: Path) -> None:
+    one, two, size = np.int64(1), np.int64(2), np.int64(32)
+    recipe = {
+        "layers": [{"match": ".*", "scheme": "w4a16", "group_size": size}],
+        "transforms": [{"smooth": {"steps": two}}],
+        "min_expert_tokens": two,
+    }
+    given: Any = {"samples": two, "seqlen": size, "seed": one}
+    made = qtool.quantize("demo", recipe=recipe, out=tmp_path / "out", **given)
+    asked: Any = {"limit": one, "seqlen": size, "save": True}
+    results, _ = qtool.evaluate("demo", made.directory, **asked)
+    assert results["demo"].samples == 1
+
+
 def test_a_plan_of_a_directory_and_of_a_model_in_memory(make_model: MakeModel) -> None:
     source = make_model(dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(source)
@@ -429,7 +448,7 @@ def test_keywords_are_the_fields_of_the_options() -> None:
     ("function", "options", "message"),
     [
         (qtool.quantize, {"samples": -1}, "--samples -1: a whole number of at least 1"),
-        (qtool.quantize, {"samples": "8"}, "--samples '8': a whole number"),
+        (qtool.quantize, {"samples": "8"}, "samples is '8'; int . None is expected"),
         (qtool.quantize, {"seqlen": 1}, "--seqlen 1: a whole number of at least 2"),
         (
             qtool.quantize,
@@ -437,7 +456,7 @@ def test_keywords_are_the_fields_of_the_options() -> None:
             "--seed 18446744073709551616: a whole number",
         ),
         (qtool.quantize, {"activations": "hots"}, "--activations 'hots': did you mean host"),
-        (qtool.quantize, {"resume": "yes"}, "resume 'yes': True or False is expected"),
+        (qtool.quantize, {"resume": "yes"}, "resume is 'yes'; bool is expected"),
         (qtool.quantize, {"windows": "continue"}, "given or continued is expected"),
         (qtool.quantize, {"device": "tpu"}, "device 'tpu': cpu, cuda or cuda:N"),
         (qtool.quantize, {"calibration": torch.zeros(0, 4).long()}, r"token ids of shape \[0, 4\]"),
@@ -518,8 +537,10 @@ def test_values_that_evaluation_and_export_cannot_have(tmp_path: Path) -> None:
         qtool.evaluate("demo", None)  # type: ignore[arg-type]
     with pytest.raises(QtoolError, match="batch_size 0: a whole number"):
         qtool.evaluate("demo", "demo", batch_size=0)
-    with pytest.raises(QtoolError, match="seqlen '64': a whole number of at least 2"):
+    with pytest.raises(QtoolError, match="options: seqlen is '64'; int is expected"):
         qtool.evaluate("demo", "demo", seqlen="64")  # type: ignore[arg-type]
+    with pytest.raises(QtoolError, match="options: deterministic is 5; bool is expected"):
+        qtool.evaluate("demo", "demo", deterministic=5)  # type: ignore[arg-type]
     qtool.quantize("demo", "w8a8", out=tmp_path / "w8a8")
     with pytest.raises(QtoolError, match="'dmeo'"):
         qtool.write_report(tmp_path / "w8a8", tasks="dmeo")

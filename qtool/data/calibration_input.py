@@ -68,14 +68,13 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
     Raises:
         QtoolError: ``given`` is not in the table above, does not exist, or is empty.
     """
+    require_data(given)
     if isinstance(given, str | Path):
         return _named(str(given), data_dir)
     if isinstance(given, Tensor):
         return _token_ids(given)
     if hasattr(given, "column_names"):
         return _data_set(given)
-    if not isinstance(given, Sequence) or isinstance(given, bytes) or not len(given):
-        raise QtoolError(f"calibration data: {ACCEPTED} is expected, found {_what(given)}")
     if all(isinstance(text, str) for text in given):
         return _documents("texts", list(given))  # type: ignore[arg-type]
     if all(type(number) is int for number in given):
@@ -83,6 +82,18 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
     if all(isinstance(row, Sequence) and not isinstance(row, str) for row in given):
         return _token_ids(_stack(given))  # type: ignore[arg-type]
     raise QtoolError(f"calibration data: {ACCEPTED} is expected, found {_what(given)}")
+
+
+def require_data(given: Any) -> None:
+    """Refuse what cannot be calibration data; what it holds is not looked at.
+
+    Raises:
+        QtoolError: ``given`` is of no type in the table above, or empty.
+    """
+    if isinstance(given, str | Path | Tensor) or hasattr(given, "column_names"):
+        return
+    if not isinstance(given, Sequence) or isinstance(given, bytes) or not len(given):
+        raise QtoolError(f"calibration data: {ACCEPTED} is expected, found {_what(given)}")
 
 
 def _named(name: str, data_dir: str | Path | None) -> Documents:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from qtool.data import corpora
-from qtool.data.calibration_input import CalibrationInput, Documents, TokenIds, parse
+from qtool.data.calibration_input import CalibrationInput, Documents, TokenIds, parse, require_data
 from qtool.errors import QtoolError, expand_home, require_count
 
 CalibrationMix: TypeAlias = (
@@ -69,10 +69,13 @@ def count_windows(given: "CalibrationMix | None", samples: int | None) -> int:
     """The number of windows that ``given`` asks for; its data is not read.
 
     Raises:
-        QtoolError: a number of windows is below one, only some parts have one, or their sum differs
-            from ``samples``.
+        QtoolError: as :func:`require_data` does; or a number of windows is below one, only some
+            parts have one, or their sum differs from ``samples``.
     """
-    return sum(_shares(_split(given), samples))
+    parts = _split(given)
+    for data, _ in parts if given is not None else ():
+        require_data(data)
+    return sum(_shares(parts, samples))
 
 
 def interleave(parts: Sequence[Tensor]) -> Tensor:

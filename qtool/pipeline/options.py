@@ -1,7 +1,7 @@
 """The options of a run, filled from Python keywords or from the command line."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypedDict
@@ -11,13 +11,14 @@ import torch
 from qtool import recipes
 from qtool.errors import (
     QtoolError,
+    plain,
     require_count,
-    require_known,
     require_path,
     suggest,
 )
 from qtool.io.source import plain_config
 from qtool.models.architecture import require_dtype
+from qtool.plugins import require_keywords
 from qtool.recipes import Recipe
 from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.schemes import hardware
@@ -146,9 +147,6 @@ class QuantizeOptions(RecipeOverrides):
         require_count("--seqlen", self.seqlen, 2)
         if type(self.seed) is not int or self.seed.bit_length() > 63:
             raise QtoolError(f"--seed {self.seed!r}: a whole number of at most 63 bits is expected")
-        for name in ("for_export", "resume", "keep_unknown"):
-            if type(value := getattr(self, name)) is not bool:
-                raise QtoolError(f"{name} {value!r}: True or False is expected")
         if self.dtype is not None:
             require_dtype("--dtype", self.dtype)
         if self.activations not in ACTIVATIONS:
@@ -165,7 +163,8 @@ class QuantizeOptions(RecipeOverrides):
         Raises:
             QtoolError: an unknown name, with a suggestion, or a value that it cannot have.
         """
-        require_known(options, (field.name for field in fields(cls)))
+        options = plain(options)
+        require_keywords(options, cls)
         return cls(**options)
 
     def repacks(self, config: Mapping[str, Any], recipe: Recipe, text: Any) -> bool:

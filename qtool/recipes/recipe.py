@@ -32,7 +32,7 @@ from typing import Any
 import yaml
 
 from qtool import plugins
-from qtool.errors import QtoolError, expand_home, in_one_line, require_text, suggest
+from qtool.errors import QtoolError, expand_home, in_one_line, plain, require_text, suggest
 from qtool.recipes.schema import (
     CONTINUED,
     GIVEN,
@@ -140,6 +140,7 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
         where: what messages call the recipe.
         variant: one of the recipe's ``variants``; None if it has no variants.
     """
+    data = plain(data)
     _require_known(data, KEYS, where)
     chosen: Mapping[str, Any] = data
     if "variants" in data:
