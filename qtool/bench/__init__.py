@@ -48,7 +48,11 @@ def bench_quantize(
         if not (source / "config.json").exists():
             random_checkpoint.make(config, source)
     else:
-        source = resolve(model)
+        try:
+            source = resolve(model)
+        except QtoolError as error:
+            shapes = ", ".join(random_checkpoint.SHAPES)
+            raise QtoolError(f"{error}; shapes of random checkpoints: {shapes}") from error
     chosen = RecipeOverrides().recipe(scheme, recipe)
     out = work / f"{source.name}-{scheme or Path(chosen.scheme).name}"
     measured = quantize.run(source, chosen, out, device_memory=device_memory, **options)
