@@ -41,13 +41,15 @@ def resolve(model: str, *, weights: bool = True, files: list[str] | None = None)
         files: download these files instead.
 
     Raises:
-        QtoolError: MODEL is neither a directory nor reachable on the hub.
+        QtoolError: MODEL is neither a directory nor reachable on the hub, or its run is unfinished.
     """
     if model == "demo":
         return DEMO
     path = require_path("model", model)
     if path.is_dir():
         return path
+    if unfinished := _unfinished(path):
+        raise QtoolError(unfinished)
     if path.suffix == ".gguf":
         raise QtoolError(_gguf(path))
     if path.is_file():
@@ -100,6 +102,8 @@ def provenance(directory: Path) -> dict[str, str]:
 
 def no_config(directory: Path) -> str:
     """Why ``directory``, which has no ``config.json``, is not read."""
+    if unfinished := _unfinished(directory):
+        return unfinished
     if (directory / "adapter_config.json").is_file():
         return (
             f"{directory} is an adapter (LoRA), not a model: pass its base model, and it as "
@@ -108,6 +112,17 @@ def no_config(directory: Path) -> str:
     if files := sorted(directory.glob("*.gguf")):
         return _gguf(files[0])
     return f"{directory}: no config.json; expected a Hugging Face model directory"
+
+
+def _unfinished(path: Path) -> str:
+    """What to do if ``path`` is, or will be, the directory of an unfinished run; else empty."""
+    partial = path if path.suffix == ".partial" else Path(f"{path}.partial")
+    if not partial.is_dir():
+        return ""
+    return (
+        f"{partial} is an unfinished run: end it by the command that began it, a qtool quantize"
+        " with --resume"
+    )
 
 
 def what_is_there(directory: Path) -> str:
