@@ -456,6 +456,7 @@ def test_keywords_are_the_fields_of_the_options() -> None:
             "--seed 18446744073709551616: a whole number",
         ),
         (qtool.quantize, {"activations": "hots"}, "--activations 'hots': did you mean host"),
+        (qtool.quantize, {"calibration": 5, "recipe": "fast"}, "calibration data: a corpus, "),
         (qtool.quantize, {"resume": "yes"}, "resume is 'yes'; bool is expected"),
         (qtool.quantize, {"windows": "continue"}, "given or continued is expected"),
         (qtool.quantize, {"device": "tpu"}, "device 'tpu': cpu, cuda or cuda:N"),
@@ -470,7 +471,7 @@ def test_a_value_that_an_option_cannot_have(
     if function is qtool.quantize:
         options = options | {"out": tmp_path / "out"}
     with pytest.raises(QtoolError, match=message):
-        function("demo", "w4a16", recipe="paper", **options)
+        function("demo", "w4a16", **{"recipe": "paper"} | options)
     assert not list(tmp_path.iterdir())
 
 

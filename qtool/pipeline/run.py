@@ -7,6 +7,7 @@ from os.path import abspath
 from pathlib import Path
 from typing import Any
 
+from qtool.data.mix import count_windows
 from qtool.distributed import ranks
 from qtool.errors import expand_home
 from qtool.exchange import export_formats
@@ -72,6 +73,7 @@ def run(
     for note in job.notes:
         ranks.log(note)
     if not job.needs_data:
+        count_windows(text, options.samples)  # refuses what no recipe could use
         reason = f"recipe {recipe.scheme}/{recipe.variant} looks at no activations"
         _log_unused(options, CALIBRATING, reason, text)
     if target is not None:
