@@ -41,7 +41,6 @@ def bench_quantize(
 
     if device_memory is not None:
         require_positive("--device-memory", device_memory)
-    work.mkdir(parents=True, exist_ok=True)
     if model in random_checkpoint.SHAPES:
         config = random_checkpoint.config_of(model, layers)
         source = work / f"{model}-{config['num_hidden_layers']}"
@@ -55,6 +54,7 @@ def bench_quantize(
             raise QtoolError(f"{error}; shapes of random checkpoints: {shapes}") from error
     chosen = RecipeOverrides().recipe(scheme, recipe)
     out = work / f"{source.name}-{scheme or Path(chosen.scheme).name}"
+    work.mkdir(parents=True, exist_ok=True)
     measured = quantize.run(source, chosen, out, device_memory=device_memory, **options)
     if not keep:
         shutil.rmtree(out)

@@ -445,7 +445,8 @@ def test_memory_of_a_gpu_is_not_that_of_a_cpu(tmp_path: Path) -> None:
 
 def test_the_shapes_of_random_checkpoints_are_named(tmp_path: Path) -> None:
     with pytest.raises(QtoolError, match=r"llama-9: no such .*; shapes .*: llama-tiny, llama-2"):
-        bench_quantize("llama-9", "w8a8", work=tmp_path)
+        bench_quantize("llama-9", "w8a8", work=tmp_path / "work")
+    assert not (tmp_path / "work").exists()
 
 
 def test_the_time_of_continued_windows_is_part_of_a_run(tmp_path: Path) -> None:
