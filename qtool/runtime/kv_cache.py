@@ -189,7 +189,7 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
     if not hasattr(decoder, "kv_quantizer"):
         decoder.kv_supply = decoder.register_forward_pre_hook(_supply, with_kwargs=True)
         decoder.kv_keep = decoder.register_forward_hook(_keep, with_kwargs=True)
-    decoder.kv_quantizer = kv
+    decoder.kv_quantizer, decoder.kv_family = kv, family
 
 
 def _apply(attention: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -205,7 +205,7 @@ def unquantize_kv(model: PreTrainedModel) -> None:
     decoder = model.get_decoder()
     decoder.kv_supply.remove()
     decoder.kv_keep.remove()
-    del decoder.kv_supply, decoder.kv_keep, decoder.kv_quantizer
+    del decoder.kv_supply, decoder.kv_keep, decoder.kv_quantizer, decoder.kv_family
     if decoder.config._attn_implementation == kv_attention.NAME:
         decoder.config._attn_implementation = "sdpa"
 
@@ -249,8 +249,8 @@ def _keep(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def _layers(decoder: nn.Module) -> list[Any]:
-    family = family_of(decoder.config)
     kv: str = decoder.kv_quantizer  # type: ignore[assignment]
+    family: Family = decoder.kv_family  # type: ignore[assignment]
     heads = Heads.of(decoder.config).kv
     packed = decoder.config._attn_implementation == kv_attention.NAME  # type: ignore[union-attr]
     return [

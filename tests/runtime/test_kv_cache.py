@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DynamicCache,
     FalconConfig,
     LlamaConfig,
@@ -26,6 +27,7 @@ from qtool.runtime.huggingface import replace_linears
 from qtool.runtime.kv_cache import QuantCache, QuantCacheLayer, quantize_kv
 from qtool.runtime.load import load
 from qtool.schemes.kv import KV4
+from tests.models.tiny import tiny_config
 
 HEADS, DIM, LAYERS, CONTEXT = 2, 16, 2, 256
 NAMES = ("kv8", "kv4", "kv4-channel")
@@ -263,6 +265,15 @@ def test_attention_that_has_no_parameters_left() -> None:
     )
     quantize_kv(model, "kv4")
     assert len([name for name, _ in model.named_buffers() if name.endswith("k_offset")]) == LAYERS
+
+
+def test_the_cache_of_a_text_model_that_is_no_architecture_of_its_own() -> None:
+    """transformers has no causal model of the type ``qwen2_5_vl_text`` alone."""
+    model = AutoModelForImageTextToText.from_config(tiny_config("qwen2_5_vl")).eval()
+    quantize_kv(model, "kv4")
+    with torch.no_grad():
+        cache = model(ids(9)).past_key_values
+    assert isinstance(cache, QuantCache) and cache.get_seq_length() == 9
 
 
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])
