@@ -12,16 +12,17 @@ points are loaded once, when anything is first looked up by name, so that a list
 """
 
 import contextlib
+import json
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from importlib.metadata import EntryPoint, entry_points
-from inspect import formatannotation
+from inspect import formatannotation, getmembers, isfunction
 from os import PathLike
 from pathlib import Path
 from traceback import extract_tb
 from types import SimpleNamespace, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from qtool.errors import QtoolError, require_known, require_text, suggest
 
@@ -155,6 +156,23 @@ def require_keywords(options: Mapping[str, Any], declared: type) -> None:
     require_kinds(given, "options", {name: kinds[name] for name in options})
 
 
+def constants(kind: type) -> dict[str, Any]:
+    """The types of the attributes that the class ``kind`` declares, by name."""
+    declared = get_type_hints(kind).items()
+    return {name: get_args(t)[0] if get_origin(t) is ClassVar else t for name, t in declared}
+
+
+def require_functions(given: Any, name: str, base: type) -> None:
+    """Refuse ``given``, which users call ``name``, if what is a function in ``base`` is none in it.
+
+    Raises:
+        QtoolError: naming the attribute and its value.
+    """
+    for attribute, _ in getmembers(base, isfunction):
+        if not callable(value := getattr(given, attribute)):
+            raise QtoolError(f"{name}.{attribute} is {reprlib.repr(value)}; a function is expected")
+
+
 def is_of(value: Any, kind: Any) -> bool:
     """Whether ``value``, with all that it contains, is of the type that the annotation says."""
     origin: Any = get_origin(kind) or kind
@@ -180,6 +198,18 @@ def is_of(value: Any, kind: Any) -> bool:
 def _in_words(kind: Any) -> str:
     """The annotation ``kind`` without the names of modules."""
     return re.sub(r"\b(\w+\.)+", "", formatannotation(kind))
+
+
+def require_json(given: Any, what: str) -> None:
+    """Refuse ``given``, which users call ``what``, if it cannot be written.
+
+    Raises:
+        QtoolError: naming what JSON does not hold.
+    """
+    try:
+        json.dumps(given)
+    except (TypeError, ValueError) as error:
+        raise QtoolError(f"{what} cannot be written as JSON: {error}") from error
 
 
 def require_returned(given: Any, function: str, found: T, kind: type[T], of: str = "") -> T:

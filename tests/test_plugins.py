@@ -253,7 +253,7 @@ def transform(do: Callable[[Block], object]) -> dict[str, Any]:
         ),
         (
             lambda block: block.notes.update({"mine": torch.ones(1)}),
-            "mine: its notes of a block are not JSON: .*Tensor",
+            "mine: its notes of a block cannot be written as JSON: .*Tensor",
         ),
     ],
 )

@@ -8,6 +8,7 @@ is recorded, 0 if they are equal. A killed export that is run again continues wh
 export to GGUF, which is one file, starts over.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -32,7 +33,7 @@ from qtool.models import Family, Heads, family_of
 from qtool.models.architecture import dtype_name
 from qtool.models.parts import RowsOf
 from qtool.models.torch_defaults import torch_defaults
-from qtool.plugins import require_returned
+from qtool.plugins import require_json, require_returned
 from qtool.progress import Progress
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name, missing_scales
 from qtool.runtime.read_linear import linear_shape, load_linear
@@ -163,7 +164,11 @@ class _Export(Conversion):
                     f" from its tensors; {list(ours.shape)} is expected"
                 )
             norm = float(ours.norm().clamp(min=1e-30))
-            notes.setdefault(ERRORS, {})[owner] = float(theirs.sub_(ours).norm()) / norm
+            # in place of ours: theirs may be one of the tensors that are written
+            error = float(ours.sub_(theirs).norm()) / norm
+            if not math.isfinite(error):
+                raise QtoolError(f"{owner}: {self.target.name} reads NaN or Inf from its tensors")
+            notes.setdefault(ERRORS, {})[owner] = error
             yield from stored.items()
         elif owner.endswith(SCALES):
             yield from self._kv(owner, "cpu")
@@ -173,7 +178,9 @@ class _Export(Conversion):
     def _linear(self, name: str, codes: torch.Tensor, params: Params) -> Tensors:
         disk = self.family.disk_name(name)
         stored = self.target.tensors(self.formats[name], codes, params)
-        for part, tensor in require_returned(self.target, "tensors", stored, dict).items():
+        for part, tensor in require_returned(
+            self.target, "tensors", stored, dict[str, Tensor]
+        ).items():
             yield f"{disk}.{part}", tensor
 
     def _on_disk(self, read: Callable[[str], Tensors], owner: str) -> Tensors:
@@ -219,6 +226,7 @@ class _Export(Conversion):
             named |= self.all_formats | dict.fromkeys(head)
         quantization = self.target.quantization_config(named | self._looked_up(named), self.kv)
         quantization = require_returned(self.target, "quantization_config", quantization, dict)
+        require_json(quantization, f"{self.target.name}: its quantization_config")
         config = self.source.config | {"quantization_config": quantization}
         if quantization.get("kv_cache_scheme"):
             # the loader of such scales asks for this number, which OPT's config does not have

@@ -1,7 +1,5 @@
 """The table of export formats, by name."""
 
-from collections.abc import Mapping
-
 from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.exchange.export_format import ExportFormat
@@ -58,12 +56,6 @@ def register_export(target: ExportFormat) -> None:
         )
     kind = type(target).__name__
     plugins.require_attributes(target, kind, ATTRIBUTES)
-    sizes = target.expressible
-    if not isinstance(sizes, Mapping) or not all(isinstance(of, tuple) for of in sizes.values()):
-        raise QtoolError(
-            f"register_export: {kind}.expressible is {sizes!r}; a mapping from schemes to tuples of"
-            " group sizes is expected"
-        )
-    if not isinstance(target.tile, tuple) or len(target.tile) != 2:
-        raise QtoolError(f"register_export: {kind}.tile is {target.tile!r}; a pair is expected")
+    plugins.require_kinds(target, kind, plugins.constants(ExportFormat))
+    plugins.require_functions(target, kind, ExportFormat)
     plugins.add(EXPORT_FORMATS, target.name, target, "format")

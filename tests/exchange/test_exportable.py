@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import Tensor
 
 import qtool
 from qtool import recipes
@@ -23,12 +24,13 @@ from qtool.exchange.export_formats import EXPORT_FORMATS, register_export
 from qtool.exchange.exportable import exported_formats, formats_that_take
 from qtool.exchange.formats.gptq import Gptq
 from qtool.exchange.import_ import import_checkpoint
-from qtool.format import CheckpointFormat, native_format
+from qtool.format import CheckpointFormat, LinearFormat, native_format
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import plan
 from qtool.pipeline.planning.plan_text import as_dict, as_text
 from qtool.pipeline.quantize import Calibration, quantize
+from qtool.schemes import Params
 from tests.conftest import MakeModel
 from tests.exchange.conftest import recipe_of, rule
 
@@ -278,14 +280,59 @@ def test_a_format_from_outside(
     with pytest.raises(QtoolError, match=r"flat reads a weight of shape \[\d+\] from its tensors"):
         export(native, "flat", tmp_path / "flat")
 
+    class Listed(Gptq):
+        def tensors(self, *given: Any) -> dict[str, Any]:
+            return {name: list(tensor.shape) for name, tensor in super().tensors(*given).items()}
+
+    register_export(Listed("listed", "gptq_v2", "its tensors are lists"))
+    with pytest.raises(QtoolError, match=r"listed: tensors returns dict; dict.str, Tensor. is"):
+        export(native, "listed", tmp_path / "listed")
+
+
+class Dense(ExportFormat):
+    """The weights themselves, which a loader reads as they lie there."""
+
+    name, about, tile, expressible = "dense", "no codes", (1, 1), {"w4a16": (32,)}
+    factor: float = 1.0
+    written: Any = 1.0
+
+    def tensors(self, found: LinearFormat, codes: Tensor, params: Params) -> dict[str, Tensor]:
+        return {"dense": found.scheme_object.dequantize(codes, params) * self.factor}
+
+    def weight(self, found: LinearFormat, tensors: Any, n: int, k: int) -> Tensor:
+        return tensors["dense"]
+
+    def quantization_config(self, formats: Any, kv: str | None) -> dict[str, Any]:
+        return {"quant_method": "dense", "factor": self.written}
+
+
+def test_a_format_whose_weight_is_a_tensor_that_it_stores(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_formats, "EXPORT_FORMATS", dict(EXPORT_FORMATS))
+    register_export(Dense())
+    native = quantize(Checkpoint(make_model()), recipe_of([rule("w4a16", 32)]), tmp_path / "native")
+    done = export(native, "dense", tmp_path / "out")
+    assert set(done.errors.values()) == {0.0}
+    assert Checkpoint(done.directory).read("model.layers.0.mlp.up_proj.dense").any()
+    monkeypatch.setattr(Dense, "written", torch.ones(1))
+    with pytest.raises(QtoolError, match="dense: its quantization_config cannot be written as"):
+        export(native, "dense", tmp_path / "tensor")
+    monkeypatch.setattr(Dense, "factor", float("nan"))
+    with pytest.raises(QtoolError, match="proj: dense reads NaN or Inf from its tensors"):
+        export(native, "dense", tmp_path / "nan")
+
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"about": None}, "Wrong has no about, tile"),
-        ({"expressible": ["w4a16"]}, r"Wrong.expressible is \['w4a16'\]; a mapping from schemes"),
-        ({"expressible": {"w4a16": 64}}, r"Wrong.expressible is \{'w4a16': 64\}; a mapping"),
-        ({"tile": 8}, "Wrong.tile is 8; a pair is expected"),
+        ({"expressible": ["w4a16"]}, r"Wrong: expressible is \['w4a16'\]; Mapping.str"),
+        ({"expressible": {"w4a16": 64}}, r"Wrong: expressible is \{'w4a16': 64\}; Mapping"),
+        ({"tile": 8}, r"Wrong: tile is 8; tuple\[int, int\] is expected"),
+        ({"tile": ("8", 8)}, r"Wrong: tile is \('8', 8\); tuple\[int, int\] is expected"),
+        ({"dtype": "float16"}, "Wrong: dtype is 'float16'; dtype | None is expected"),
+        ({"weight": 8}, "Wrong.weight is 8; a function is expected"),
     ],
 )
 def test_a_format_whose_attributes_are_wrong_is_refused(wrong: dict[str, Any], said: str) -> None:

@@ -37,12 +37,12 @@ from qtool.pipeline.streaming.embedding_and_head import as_stored, table_rows
 from qtool.pipeline.streaming.method_checks import (
     apply,
     naming_too_large,
-    require_json,
     require_packable,
     require_stored,
 )
 from qtool.pipeline.streaming.packing import install_packed, packed
 from qtool.pipeline.streaming.snapshots import Snapshots
+from qtool.plugins import require_json
 from qtool.runtime.fused_norms import fuse_norms
 
 
@@ -174,7 +174,8 @@ class BuiltBlocks:
         ):
             rounded = job.rounding.round(block, self.batches)
         require_packable(job.rounding.name, rounded, formats, job.linears(index))
-        require_json(notes)
+        for method, noted in notes.items():
+            require_json(noted, f"{method}: its notes of a block")
         stored = {
             prefix + n: as_stored(prefix + n, p, job)
             for n, p in block.parameters().items()

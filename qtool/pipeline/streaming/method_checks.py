@@ -1,6 +1,5 @@
 """Checks what methods return and leave behind, also methods of other packages."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -176,19 +175,6 @@ def check_codes(scheme: Scheme, linears: Mapping[str, Rounded]) -> None:
             with checking(name):
                 scheme.check(rounded.codes, rounded.params)
         raise
-
-
-def require_json(notes: Mapping[str, Any]) -> None:
-    """Refuse notes that cannot be written.
-
-    Raises:
-        QtoolError: names the method.
-    """
-    for method, noted in notes.items():
-        try:
-            json.dumps(noted)
-        except (TypeError, ValueError) as error:
-            raise QtoolError(f"{method}: its notes of a block are not JSON: {error}") from error
 
 
 @contextmanager
