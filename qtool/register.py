@@ -8,7 +8,7 @@ from abc import ABCMeta
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from qtool import plugins, recipes
 from qtool.errors import QtoolError, checking
@@ -95,6 +95,7 @@ def register_layout(layout: "Layout") -> None:
     _require_instance(layout, Layout)
     kind = type(layout).__name__
     plugins.require_attributes(layout, kind, ("name", "bits", "tile", "tensors"))
+    plugins.require_functions(layout, kind, Layout)
     if type(layout.bits) is not int or not 1 <= layout.bits <= 8:
         raise QtoolError(f"{kind}.bits is {layout.bits!r}; a whole number of 1 to 8 is expected")
     if not isinstance(layout.tile, tuple) or [type(size) for size in layout.tile] != [int, int]:
@@ -151,8 +152,7 @@ def register_method(method: "type[Transform] | type[Rounding]") -> None:
     from qtool.calibration.options import require_options
 
     _require(method, (Transform, Rounding), ("name", "needs_data"))
-    declared = get_type_hints(Transform if issubclass(method, Transform) else Rounding)
-    kinds = {name: get_args(constant)[0] for name, constant in declared.items()}
+    kinds = plugins.constants(Transform if issubclass(method, Transform) else Rounding)
     plugins.require_kinds(method, method.__name__, kinds)
     require_options(method)
     if issubclass(method, Transform):
@@ -204,6 +204,8 @@ def _require(given: Any, bases: tuple[type, ...], attributes: tuple[str, ...]) -
     if isinstance(given, ABCMeta) and given.__abstractmethods__:
         functions = ", ".join(sorted(given.__abstractmethods__))
         raise QtoolError(f"{given.__name__} does not define {functions}")
+    base = next(base for base in bases if issubclass(given, base))
+    plugins.require_functions(given, given.__name__, base)
 
 
 def _plain_recipe(scheme: "type[Scheme]") -> dict[str, Any]:

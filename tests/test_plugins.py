@@ -367,6 +367,7 @@ def method(base: type, **body: Any) -> type:
     [
         (method(Transform), "Mine does not define apply"),
         (method(RoundToNearest, name=5), "Mine: name is 5; str is expected"),
+        (method(Clip, permutes=("x",)), r"Mine.permutes is .'x',.; a function is expected"),
         (method(RoundToNearest, needs_data="yes"), "Mine: needs_data is 'yes'; bool is expected"),
         (method(Clip, after=["rotate"]), r"Mine: after is .'rotate'.; dict.str, str. is expected"),
         (method(Clip, requires={"rotate": 1}), "Mine: requires is .'rotate': 1.; dict.str, str."),
@@ -569,6 +570,7 @@ def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
         (scheme(group_sizes=64), "Wrong.group_sizes is 64; a tuple that holds default_group_size"),
         (scheme(default_group_size=48), "that holds default_group_size, 48, is expected"),
         (scheme(activation=8), "Wrong.activation is 8; an Activation is expected"),
+        (scheme(check_range=8), "Wrong.check_range is 8; a function is expected"),
     ):
         with pytest.raises(QtoolError, match=said):
             qtool.register_scheme(wrong)
@@ -581,6 +583,9 @@ def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
     ):
         with pytest.raises(QtoolError, match=said):
             qtool.register_layout(type("Bare", (Layout,), {"name": "bare", **bare, **facts})())
+    told = {"name": "bare", "bits": 3, "tile": (1, 8), "pack_group": 8}
+    with pytest.raises(QtoolError, match=r"Bare.pack_group is 8; a function"):
+        qtool.register_layout(type("Bare", (Layout,), bare | told)())
     with pytest.raises(QtoolError, match=r"absent.yaml: cannot be read: No such file"):
         qtool.register_recipe("wrong", "absent.yaml")
     with pytest.raises(QtoolError, match="wrong: variants is empty"):
