@@ -1018,7 +1018,7 @@ FAULTS = [
         ),
         (
             "qtool/io/safetensors.py",
-            "own[row] for row in order",
+            "within.order[row] for row in order",
             "row for row in order",
             "tests/io/test_safetensors.py",
         ),
@@ -1054,8 +1054,8 @@ FAULTS = [
         ),
         (
             "qtool/io/safetensors.py",
-            "slice(picked.start, picked.stop, picked.step)",
-            "slice(picked.start, picked.stop)",
+            "slice(order.start, order.stop, order.step)",
+            "slice(order.start, order.stop)",
             "tests/io/test_source_names.py tests/pipeline/test_published_sources.py",
         ),
         (

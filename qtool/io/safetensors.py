@@ -10,7 +10,6 @@ import errno
 import hashlib
 import json
 import os
-import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,17 +48,14 @@ LFS = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class Within:
-    """A tensor inside a stored matrix or vector of ``shape``: its rows ``start::step``.
+    """A tensor inside a stored matrix or vector of ``shape``: its rows ``order``, in that order.
 
-    If the matrix is ``transposed``, its rows are columns in the file. With ``order`` the tensor has
-    the rows ``order``, in that order.
+    If the matrix is ``transposed``, its rows are columns in the file.
     """
 
     shape: tuple[int, ...]
+    order: Sequence[int]
     transposed: bool = False
-    start: int = 0
-    step: int = 1
-    order: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,9 +110,8 @@ class Entry:
     def rows(self, order: Sequence[int]) -> "Entry":
         """These rows, in this order."""
         if not self.parts:
-            within = self.within or Within(self.shape)
-            own = within.order or range(within.start, sys.maxsize, within.step)
-            within = replace(within, order=_compact([own[row] for row in order]))
+            within = self.within or Within(self.shape, range(self.shape[0]))
+            within = replace(within, order=_compact([within.order[row] for row in order]))
             return replace(self, shape=(len(order), *self.shape[1:]), within=within)
         ends = list(accumulate(part.shape[0] for part in self.parts))
         found = []
@@ -132,7 +127,8 @@ class Entry:
 
     def transposed(self) -> "Entry":
         """The transpose of a matrix."""
-        return replace(self, shape=self.shape[::-1], within=Within(self.shape, transposed=True))
+        within = Within(self.shape, range(self.shape[1]), transposed=True)
+        return replace(self, shape=self.shape[::-1], within=within)
 
 
 def _compact(numbers: list[int]) -> Sequence[int]:
@@ -255,19 +251,17 @@ def _made(entry: Entry, rows: slice) -> Tensor:
     if (within := entry.within) is None:
         assert entry.computed is not None
         return entry.computed.read(rows)
-    if within.order is not None:
-        order = within.order[rows]
+    stored, order = replace(entry, shape=within.shape, within=None), within.order[rows]
+    if not isinstance(order, range) or order.step < 0:
         first, last = min(order, default=0), max(order, default=-1)
-        stored = replace(entry, shape=within.shape, within=None)
         stored = stored.transposed() if within.transposed else stored
         return read(stored, slice(first, last + 1))[[row - first for row in order]]
-    stop = within.start + within.step * entry.shape[0]
-    picked = range(within.start, stop, within.step)[rows]
-    wanted = slice(picked.start, picked.stop, picked.step)
-    if entry.computed is not None:
-        return entry.computed.read(wanted, transposed=within.transposed)
-    whole = read(Entry(entry.path, entry.dtype, within.shape, entry.start))
-    return (whole.T if within.transposed else whole)[wanted].contiguous()
+    wanted = slice(order.start, order.stop, order.step)
+    if not within.transposed:
+        return read(stored, wanted).contiguous()
+    if stored.computed is not None:
+        return stored.computed.read(wanted, transposed=True)
+    return read(stored).T[wanted].contiguous()
 
 
 def write(

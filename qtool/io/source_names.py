@@ -204,9 +204,10 @@ def _rows(one: Entry, names: Experts, start: int, step: int, share: int) -> Entr
     transposed = names.transposed and len(one.shape) == 2
     shape = one.shape[::-1] if transposed else one.shape
     part = (shape[0] // share, *shape[1:])
+    order = range(start, start + step * part[0], step)
     if one.parts or one.within:
-        return one.rows(range(start, start + step * part[0], step))
+        return one.rows(order)
     if transposed or step > 1 or one.computed:
-        return replace(one, shape=part, within=Within(one.shape, transposed, start, step))
+        return replace(one, shape=part, within=Within(one.shape, order, transposed))
     row = prod(shape[1:]) * one.dtype.itemsize
     return replace(one, shape=part, start=one.start + start * row)
