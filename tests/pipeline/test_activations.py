@@ -28,7 +28,7 @@ def test_what_the_device_has_no_room_for_is_on_the_host(
     place: str, on_host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(activations, "HostBatch", OnHost)
-    kept = Activations(place, None, tmp_path, room=2.5 * HIDDEN.nbytes)
+    kept = Activations(place, HIDDEN.dtype, tmp_path, room=2.5 * HIDDEN.nbytes)
     batches = [kept.batch({"hidden": HIDDEN}, []) for _ in range(5)]
     assert [isinstance(batch, OnHost) for batch in batches] == [False] * (5 - on_host) + [
         True

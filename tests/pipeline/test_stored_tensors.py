@@ -16,7 +16,7 @@ from qtool.exchange.export import export
 from qtool.io.source import Checkpoint
 from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.quantize import Calibration, quantize
-from qtool.pipeline.streaming import built_blocks
+from qtool.pipeline.streaming import built_blocks, shards
 from qtool.pipeline.verify import verify
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
@@ -44,7 +44,7 @@ def run(model: Path, recipe: dict[str, object], out: Path, **options: object) ->
     )
 
 
-@pytest.mark.parametrize("computed", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recipe", [STREAMED, BUILT], ids=["streamed", "built"])
 def test_every_tensor_is_there(  # type: ignore[no-untyped-def]
     recipe, computed, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -53,7 +53,8 @@ def test_every_tensor_is_there(  # type: ignore[no-untyped-def]
 
     Also where forwards are in 16 bits, as on a GPU.
     """
-    monkeypatch.setattr(built_blocks, "compute_dtype", lambda *_: computed)
+    for module in (built_blocks, shards):
+        monkeypatch.setattr(module, "compute_dtype", lambda *_: computed)
     model = make_model("llama-biases", dtype=torch.bfloat16)
     norm = load_file(model / "model.safetensors")[NORM].float() + 1e-6
     extra = torch.tensor([1, 2, 300], dtype=torch.int16)
@@ -88,7 +89,8 @@ def test_a_router_computes_in_float32_among_16_bits(
         seen.append(block.module.state_dict())
         return kv_constants(block, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(built_blocks, "compute_dtype", lambda *_: torch.bfloat16)
+    for module in (built_blocks, shards):
+        monkeypatch.setattr(module, "compute_dtype", lambda *_: torch.bfloat16)
     monkeypatch.setattr(built_blocks, "kv_constants", constants)
     calibration = Calibration([TOKENS], {"text": "numbers"})
     out = tmp_path / "out"

@@ -52,14 +52,14 @@ def activation_bytes(job: Job, tokens: int, window: int, device: torch.device) -
     return paths * tokens * each
 
 
-def compute_dtype(job: Job, device: torch.device) -> torch.dtype | None:
-    """The dtype of forwards: the model's own 16-bit one on CUDA; None is float32."""
-    return job.dtype if device.type == "cuda" and job.dtype.itemsize == 2 else None
+def compute_dtype(job: Job, device: torch.device) -> torch.dtype:
+    """The dtype of forwards: the model's own on CUDA, float32 on a CPU."""
+    return job.dtype if device.type == "cuda" else torch.float32
 
 
 def compute_bytes(job: Job, device: torch.device) -> int:
     """Bytes of one number in a forward."""
-    return (compute_dtype(job, device) or torch.float32).itemsize
+    return compute_dtype(job, device).itemsize
 
 
 def working_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int:

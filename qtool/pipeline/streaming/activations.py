@@ -84,14 +84,12 @@ class Activations:
 
     Args:
         place: a key of :data:`PLACES`.
-        dtype: dtype in which activations are kept; None keeps their own.
+        dtype: dtype in which hidden states are kept.
         directory: directory for the files of each batch, if ``place`` is ``disk``.
         room: bytes of the device for activations, if ``place`` is ``both``.
     """
 
-    def __init__(
-        self, place: str, dtype: torch.dtype | None, directory: Path, room: float = 0.0
-    ) -> None:
+    def __init__(self, place: str, dtype: torch.dtype, directory: Path, room: float = 0.0) -> None:
         self.place, self.dtype, self.directory, self.room = place, dtype, directory, room
         self.count = 0
 
@@ -101,7 +99,7 @@ class Activations:
         Raises:
             NoSpace: the disk is full.
         """
-        hidden = tensors[HIDDEN].to(self.dtype or tensors[HIDDEN].dtype)
+        hidden = tensors[HIDDEN].to(self.dtype)
         tensors, nothing = {**tensors, HIDDEN: hidden}, hidden.new_empty(0)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         if self.place == "device" or (self.place == "both" and nbytes <= self.room):

@@ -76,7 +76,7 @@ class BuiltBlocks:
         self.snapshots, self.kept = snapshots, kept
         self.compute = compute_dtype(job, device)
         self.model = skeleton(float_config(source.directory))
-        if self.compute:
+        if self.compute != torch.float32:
             fuse_norms(self.model)
         self.read_ahead = ReadAhead(
             source, job, pinned=device.type == "cuda", timed=lambda: phases.thread("read")
@@ -112,7 +112,7 @@ class BuiltBlocks:
             module = self.model.get_submodule(name)
             module.padding_idx = None  # type: ignore[assignment]
             module.weight = torch.nn.Parameter(
-                rows.to(self.device, self.compute or torch.float32), requires_grad=False
+                rows.to(self.device, self.compute), requires_grad=False
             )
         self._fill_outside()
         whole = job.family.whole_embedding
@@ -136,9 +136,7 @@ class BuiltBlocks:
         """Load the tensors outside tables and blocks that a text forward reads (norms, ...)."""
         for name in self.job.family.read_of_text:
             owner, _, part = name.rpartition(".")
-            tensor = self.source.read(name).to(self.device)
-            if tensor.is_floating_point():
-                tensor = tensor.to(self.compute or torch.float32)
+            tensor = as_computed(self.source.read(name).to(self.device), self.compute)
             module = self.model.get_submodule(owner)
             if part in module._parameters:
                 module._parameters[part] = torch.nn.Parameter(tensor, requires_grad=False)
@@ -231,9 +229,9 @@ class BuiltBlocks:
         job = self.job
         with phase("read"):
             weights = self._moved(self.read_ahead.block(index, following))
-            module = self._module(index, weights, self.compute or torch.float32)
+            module = self._module(index, weights)
             # if the source has some tensors in float32 (a router's bias), the module rounds them
-            floats = weights.items() if self.compute else ()
+            floats = weights.items() if self.compute != torch.float32 else ()
             exact = {n: w.float() for n, w in floats if w.is_floating_point()}
         formats = job.formats(index)
         schemes = {name: linear_format.scheme_object for name, linear_format in formats.items()}
@@ -298,12 +296,12 @@ class BuiltBlocks:
 
     def _unpacked(self, index: int, parts: Mapping[str, Tensor]) -> Block:
         """Block ``index`` made of its stored tensors ``parts``, by their names within it."""
-        job, dtype = self.job, self.compute or torch.float32
+        job = self.job
         weights = {
-            n: parts[n] if n in parts else torch.empty(s, dtype=dtype, device="meta")
+            n: parts[n] if n in parts else torch.empty(s, dtype=self.compute, device="meta")
             for n, s in job.block_shapes(index).items()
         }
-        module = self._module(index, self._moved(weights), dtype)
+        module = self._module(index, self._moved(weights))
         block = Block(index, module, job.block_family(index), job.namespace, {})
         install_packed(block, job, parts, self.device)
         return block
@@ -318,13 +316,11 @@ class BuiltBlocks:
             n: w if w.is_meta else w.to(self.device, non_blocking=True) for n, w in weights.items()
         }
 
-    def _module(
-        self, index: int, weights: Mapping[str, Tensor], dtype: torch.dtype
-    ) -> torch.nn.Module:
+    def _module(self, index: int, weights: Mapping[str, Tensor]) -> torch.nn.Module:
         """Block ``index`` of the skeleton with ``weights``, by their names within the block.
 
-        They are in ``dtype``, except those that transformers keeps in float32; some may be on
-        ``meta``.
+        They are in the dtype of forwards, except those that transformers keeps in float32; some may
+        be on ``meta``.
         """
         modules = self.model.get_submodule(self.job.family.blocks)
         module: torch.nn.Module = modules[index]  # type: ignore[index]
@@ -332,9 +328,10 @@ class BuiltBlocks:
         require_all_finite(
             {prefix + n: weight for n, weight in weights.items() if not weight.is_meta}
         )
-        kept = {n for n in weights if stays_float32(self.model, prefix + n, dtype)}
+        kept = {n for n in weights if stays_float32(self.model, prefix + n, self.compute)}
         computed = {
-            n: as_computed(w, torch.float32 if n in kept else dtype) for n, w in weights.items()
+            n: as_computed(w, torch.float32 if n in kept else self.compute)
+            for n, w in weights.items()
         }
         fill(module, computed, self.device)
         return module
