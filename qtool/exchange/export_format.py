@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat
+from qtool.models.architecture import dtype_name
 from qtool.models.joined import joined
 from qtool.schemes import Params
 
@@ -181,33 +182,26 @@ def as_dtype(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
         CheckFailed: a value does not fit.
     """
     cast = tensor.to(dtype)
-    if not cast.is_meta:
-        lost = int((~torch.isfinite(cast)).sum())
-        if lost:
-            raise CheckFailed(
-                f"{what}: values that do not fit {str(dtype).removeprefix('torch.')}: {lost}"
-            )
+    if not cast.is_meta and (lost := int((~torch.isfinite(cast)).sum())):
+        raise CheckFailed(f"{what}: values that do not fit {dtype_name(dtype)}: {lost}")
     return cast
 
 
-def scale_as(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A scale rounded to ``dtype``, where none may vanish.
+def float16_scale(scale: Tensor) -> Tensor:
+    """A scale rounded to float16, where none may vanish.
 
     Raises:
         CheckFailed: a scale overflowed or became zero.
     """
-    cast = as_dtype(scale, dtype, "scales")
-    if not cast.is_meta and not bool((cast != 0).all()):
-        raise CheckFailed(
-            f"scales: {int((cast == 0).sum())} are too small for "
-            f"{str(dtype).removeprefix('torch.')}"
-        )
+    cast = as_dtype(scale, torch.float16, "scales")
+    if not cast.is_meta and (lost := int((cast == 0).sum())):
+        raise CheckFailed(f"scales: {lost} are too small for float16")
     return cast
 
 
 def half(scale: Tensor) -> Tensor:
     """A scale in 16 bits: as it is if it has them, else in float16."""
-    return scale if scale.dtype.itemsize == 2 else scale_as(scale, torch.float16)
+    return scale if scale.dtype.itemsize == 2 else float16_scale(scale)
 
 
 def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:

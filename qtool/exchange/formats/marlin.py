@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtool.exchange.export_format import ExportFormat, Formats, scale_as
+from qtool.exchange.export_format import ExportFormat, Formats, float16_scale
 from qtool.exchange.formats.affine import Affine, symmetric_4
 from qtool.exchange.formats.gptq import gptq_config
 from qtool.format import LinearFormat
@@ -53,7 +53,7 @@ class MarlinFile(ExportFormat):
         affine = symmetric_4(linear_format, codes, params)
         packed = self.layout.pack(affine.codes)
         stored = {self.names[part]: tensor for part, tensor in packed.items()}
-        return stored | {"s": self.layout.pack_group(scale_as(affine.scale, torch.float16))}
+        return stored | {"s": self.layout.pack_group(float16_scale(affine.scale))}
 
     def weight(
         self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int

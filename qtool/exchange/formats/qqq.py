@@ -24,8 +24,8 @@ from qtool.exchange.export_format import (
     ExportFormat,
     Formats,
     file_group_size,
+    float16_scale,
     one_format,
-    scale_as,
 )
 from qtool.exchange.formats.affine import symmetric_4
 from qtool.format import LinearFormat
@@ -76,7 +76,7 @@ class Qqq(ExportFormat):
             }
         channel = affine.weight().abs().amax(1) / 127  # [N]
         channel = torch.where(channel > 0, channel, 1.0)
-        group = scale_as(affine.scale.float() / channel[:, None], torch.float16)
+        group = float16_scale(affine.scale.float() / channel[:, None])
         return {
             "B": QQQ_GROUP.pack(affine.codes)["qweight"],
             "s_channel": QQQ_GROUP.pack_channel(channel)[None],

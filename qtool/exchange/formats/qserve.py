@@ -28,8 +28,8 @@ from qtool.exchange.export_format import (
     Formats,
     as_dtype,
     file_group_size,
+    float16_scale,
     one_format,
-    scale_as,
 )
 from qtool.exchange.formats.affine import in_model_order
 from qtool.format import LinearFormat
@@ -68,7 +68,7 @@ class QServe(ExportFormat):
         ordered = in_model_order(codes, params)
         stored = {
             "qweight": COMPUTE_AWARE.pack(ordered)["qweight"],
-            "s1_scales": scale_as(params["s1"], torch.float16),
+            "s1_scales": float16_scale(params["s1"]),
         }
         if linear_format.group_size is None:
             product = params["zero"].float() * stored["s1_scales"].float()

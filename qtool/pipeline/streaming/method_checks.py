@@ -14,6 +14,7 @@ from qtool.calibration.rounding.rounded import Rounded, stacked
 from qtool.errors import CheckFailed, QtoolError, checking, suggest
 from qtool.format import LinearFormat
 from qtool.io.finite import is_finite
+from qtool.models.architecture import dtype_name
 from qtool.pipeline.job import Job
 from qtool.plugins import is_of, require_returned
 from qtool.schemes.base import ClipRatio, Scheme
@@ -155,7 +156,7 @@ def require_packable(
 def _described(tensors: Mapping[str, Any]) -> list[str]:
     """A text with name, dtype and shape for each tensor, sorted by name."""
     return [
-        f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+        f"{name} {dtype_name(t.dtype)} {list(t.shape)}"
         if isinstance(t, Tensor)
         else f"{name} {type(t).__name__}"
         for name, t in sorted(tensors.items())
