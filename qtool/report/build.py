@@ -190,7 +190,7 @@ def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | N
             block = next(int(part) for part in name.split(".") if part.isdigit())
             by_block, error = errors.setdefault(role(name), {}), (rounded - weight).norm()
             by_block[block] = max(by_block.get(block, 0.0), float(error / weight.norm()))
-    return LayerErrors("weight", "", errors) if errors else None
+    return LayerErrors("weight", errors) if errors else None
 
 
 def _measured(

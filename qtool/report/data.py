@@ -16,7 +16,7 @@ from qtool.eval.compare import Delta, compare, item_changes
 from qtool.eval.kv_error import KVError
 from qtool.eval.results import Metric, Results, TaskResult
 from qtool.eval.saved import SavedResult
-from qtool.pipeline.summary import NOTED
+from qtool.pipeline.summary import NOTED, noted_errors
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,6 @@ class LayerErrors:
     """
 
     what: str
-    method: str
     by_role: dict[str, dict[int, float]]
 
 
@@ -191,20 +190,19 @@ def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
 
     There is an error for each linear, or the loss of a distilled block.
     """
-    for method, (what, key) in NOTED.items():
-        by_role: dict[str, dict[int, float]] = {}
-        for index, notes in enumerate(blocks):
-            for name, note in notes.get(method, {}).items():
-                worst = by_role.setdefault(role(f"{index}.{name}"), {})
-                worst[index] = max(worst.get(index, 0.0), note[key])
-        if by_role:
-            return LayerErrors(what, method, by_role)
+    what, noted = noted_errors(blocks)
+    by_role: dict[str, dict[int, float]] = {}
+    for (block, linear), error in noted.items():
+        worst = by_role.setdefault(role(f"{block}.{linear}"), {})
+        worst[block] = max(worst.get(block, 0.0), error)
+    if by_role:
+        return LayerErrors(what, by_role)
     losses = {
         index: min(notes["distill"]["loss"])
         for index, notes in enumerate(blocks)
         if "distill" in notes
     }
-    return LayerErrors("block output", "distill", {"whole block": losses}) if losses else None
+    return LayerErrors("block output", {"whole block": losses}) if losses else None
 
 
 def experts(blocks: Sequence[Mapping[str, Any]]) -> list[Expert]:

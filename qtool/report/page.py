@@ -5,7 +5,7 @@ since anyone may have chosen the names in a checkpoint.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from math import isfinite
 from statistics import fmean, median
@@ -164,17 +164,23 @@ def errors(report: Report) -> list[dict[str, Any]]:
     """A plot of errors by block for each role of linear, all on one scale."""
     if report.errors is None:
         return []
-    label = "loss" if report.errors.method == "distill" else "relative error"
-    scale = plots.limits([v for by in report.errors.by_role.values() for v in by.values()])
+    label = "loss" if report.errors.what == "block output" else "relative error"
+    return _by_block(f"{report.errors.what.capitalize()} error of", label, report.errors.by_role)
+
+
+def _by_block(
+    what: str, label: str, found: Mapping[str, Mapping[int, float]]
+) -> list[dict[str, Any]]:
+    """A plot of numbers by block for each name in ``found``, all on one scale."""
+    scale = plots.limits([number for by_block in found.values() for number in by_block.values()])
     shown = []
-    for role, by_block in report.errors.by_role.items():
+    for name, by_block in found.items():
         worst = max(by_block, key=by_block.__getitem__)
-        what = f"{report.errors.what.capitalize()} error of {role} by block"
-        drawn = plots.strip(what, by_block, "block", label, limits=scale)
+        drawn = plots.strip(f"{what} {name} by block", by_block, "block", label, limits=scale)
         reading = (
             f"Median {median(by_block.values()):.4f}; worst {by_block[worst]:.4f} in block {worst}."
         )
-        shown.append({"title": role, "plot": Markup(drawn), "reading": reading})
+        shown.append({"title": name, "plot": Markup(drawn), "reading": reading})
     return shown
 
 
@@ -201,16 +207,9 @@ def cache(report: Report) -> list[dict[str, Any]]:
     """Errors of the quantized cache's keys and values by block."""
     if not report.quantization.get("kv") or not report.kv:
         return []
-    scale = plots.limits([v for e in report.kv for v in (e.keys, e.values)])
-    shown = []
-    for name in ("keys", "values"):
-        values = [getattr(e, name) for e in report.kv]
-        what = f"Relative error of the {name} by block"
-        drawn = plots.strip(what, dict(enumerate(values)), "block", "relative error", limits=scale)
-        worst = max(values)
-        reading = f"Median {median(values):.4f}; worst {worst:.4f} in block {values.index(worst)}."
-        shown.append({"title": name, "plot": Markup(drawn), "reading": reading})
-    return shown
+    keys = {block: error.keys for block, error in enumerate(report.kv)}
+    values = {block: error.values for block, error in enumerate(report.kv)}
+    return _by_block("Relative error of the", "relative error", {"keys": keys, "values": values})
 
 
 def plain(value: object) -> str:
