@@ -30,7 +30,7 @@ from textwrap import shorten
 from typing import Any
 
 from qtool.data import text_files
-from qtool.errors import QtoolError, expand_home, in_one_line, require_path, suggest
+from qtool.errors import QtoolError, expand_home, require_path, suggest
 from qtool.io import hub
 from qtool.io.model_directory import DEMO
 
@@ -205,11 +205,7 @@ def _download(source: str, split: str, wanted: Source) -> list[str]:
             rows = datasets.load_dataset(**wanted.hub)
             return [row["text"] for row in islice(rows, *wanted.rows)]
     except Exception as error:  # datasets raises a dozen types, none of them meant for a user
-        state = (
-            "no connection to the hub"
-            if not hub.reachable()
-            else f"{type(error).__name__}: {in_one_line(error)}"
-        )
+        state = hub.why_not(error)
         raise QtoolError(
             f"the {split} text of {source} is not here and cannot be downloaded from "
             f"{wanted.hub['path']} ({state}): put it at {first} in a directory given by --data-dir "

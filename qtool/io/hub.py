@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+from qtool.errors import in_one_line
+
 PROBE_SECONDS = 5.0
 
 
@@ -50,3 +52,9 @@ def access() -> Iterator[None]:
     else:
         with offline():
             yield
+
+
+def why_not(error: Exception) -> str:
+    """Why a request to the hub ended with ``error``, in a few words."""
+    cause = f"{type(error).__name__}: {in_one_line(error)}"
+    return cause if reachable() else "no connection to the hub"
