@@ -148,7 +148,6 @@ def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: E
     first = "gate_up_proj" if names.gate else "up_proj"
     if not all(f"{attribute}.experts.{part}" in entries for part in (first, "down_proj")):
         return
-    roles = {"gate": names.gate, "up": names.up, "down": names.down}
     for part in ("weight", "bias"):
         suffix = "" if part == "weight" else "_bias"
         stacks = [f"{attribute}.experts.{stack}{suffix}" for stack in (first, "down_proj")]
@@ -160,7 +159,7 @@ def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: E
         for number, (one, back) in enumerate(zip(_parts(both), _parts(down), strict=True)):
             parts = _roles(one, names) | {"down": _rows(back, names, 0, 1, 1)}
             for role, entry in parts.items():
-                entries[f"{moe}.experts.{number}.{roles[role]}.{part}"] = entry
+                entries[f"{moe}.experts.{number}.{names.roles[role]}.{part}"] = entry
     if moe != attribute:
         for name in [name for name in entries if name.startswith(f"{attribute}.")]:
             entries[moe + name.removeprefix(attribute)] = entries.pop(name)

@@ -123,11 +123,11 @@ _SORTED: dict[type, bool] = {}
 
 def expert_parts(stacked: Any) -> list[tuple[str, tuple[int, int], bool]]:
     """Role (``gate``, ``up``, ``down``), shape and whether there is a bias, of each linear."""
-    n, k = stacked.down_proj.shape[1:]
-    hidden, width = (k, n) if Form.of(stacked).transposed else (n, k)
-    roles = ["gate", "up"] if Form.of(stacked).gate else ["up"]
-    first = [(role, (width, hidden), Form.of(stacked).bias) for role in roles]
-    return [*first, ("down", (hidden, width), Form.of(stacked).bias)]
+    form, (n, k) = Form.of(stacked), stacked.down_proj.shape[1:]
+    hidden, width = (k, n) if form.transposed else (n, k)
+    roles = ["gate", "up"] if form.gate else ["up"]
+    first = [(role, (width, hidden), form.bias) for role in roles]
+    return [*first, ("down", (hidden, width), form.bias)]
 
 
 def gated(stacked: Any, gate: Tensor | None, up: Tensor) -> Tensor:
@@ -147,23 +147,24 @@ def gated(stacked: Any, gate: Tensor | None, up: Tensor) -> Tensor:
 
 def expert_tensors(stacked: Any) -> list[dict[str, Tensor]]:
     """Weights and biases of each expert's linears, by role: views of the stack."""
-    first = stacked.gate_up_proj if Form.of(stacked).gate else stacked.up_proj
+    form = Form.of(stacked)
+    first = stacked.gate_up_proj if form.gate else stacked.up_proj
     first, down = first.detach(), stacked.down_proj.detach()
-    if Form.of(stacked).transposed:
+    if form.transposed:
         first, down = first.mT, down.mT
-    tensors = _by_role(stacked, first, "weight") | {"down.weight": down}
-    if Form.of(stacked).bias:
-        bias = stacked.gate_up_proj_bias if Form.of(stacked).gate else stacked.up_proj_bias
-        tensors |= _by_role(stacked, bias.detach(), "bias")
+    tensors = _by_role(form, first, "weight") | {"down.weight": down}
+    if form.bias:
+        bias = stacked.gate_up_proj_bias if form.gate else stacked.up_proj_bias
+        tensors |= _by_role(form, bias.detach(), "bias")
         tensors["down.bias"] = stacked.down_proj_bias.detach()
     return [{name: stack[e] for name, stack in tensors.items()} for e in range(len(down))]
 
 
-def _by_role(stacked: Any, first: Tensor, part: str) -> dict[str, Tensor]:
+def _by_role(form: Form, first: Tensor, part: str) -> dict[str, Tensor]:
     """The tensors of gate and up in ``first [E, 2I, ...]``, or of up alone."""
-    if not Form.of(stacked).gate:
+    if not form.gate:
         return {f"up.{part}": first}
-    if Form.of(stacked).interleaved:
+    if form.interleaved:
         gate, up = first[:, ::2], first[:, 1::2]
     else:
         gate, up = first.chunk(2, 1)
@@ -175,7 +176,7 @@ class Expert(nn.Module):
 
     def __init__(self, names: Experts, tensors: dict[str, Tensor]) -> None:
         super().__init__()
-        for role, name in roles(names).items():
+        for role, name in names.roles.items():
             weight = tensors[f"{role}.weight"]
             bias = tensors.get(f"{role}.bias")
             n, k = weight.shape
@@ -184,12 +185,6 @@ class Expert(nn.Module):
             if bias is not None:
                 linear.bias = nn.Parameter(bias, requires_grad=False)
             self.add_module(name, linear)
-
-
-def roles(names: Experts) -> dict[str, str]:
-    """The names of an expert's linears by role."""
-    found = {"gate": names.gate, "up": names.up, "down": names.down}
-    return {role: name for role, name in found.items() if name}
 
 
 class SeparateExperts(nn.ModuleList):
@@ -212,7 +207,7 @@ class SeparateExperts(nn.ModuleList):
 
     def __init__(self, stacked: Any, names: Experts) -> None:
         super().__init__(Expert(names, tensors) for tensors in expert_tensors(stacked))
-        self.roles = roles(names)
+        self.roles = names.roles
         self.__dict__["stacked"] = stacked  # only its function is used
         self.observers: dict[str, Callable[[Tensor, Sequence[int]], None]] = {}
         self.added_tokens: Tensor | None = None

@@ -166,15 +166,14 @@ class Family:
     @cache  # noqa: B019  (families live as long as the program)
     def of_experts(self, count: int) -> "Family":
         """The family with the groups and tensors of all experts."""
-        groups: list[LinearGroup] = []
-        for group in self.groups:
-            each = (
-                [group.of_expert(e) for e in range(count)] if "*" in group.linears[0] else [group]
-            )
-            groups.extend(each)
+        groups = tuple(
+            group.of_expert(e) if "*" in group.linears[0] else group
+            for group in self.groups
+            for e in _each(group.linears[0], count)
+        )
         tensors = {of_expert(n, e): s for n, s in self.tensors.items() for e in _each(n, count)}
         biased = tuple(of_expert(n, e) for n in self.biased for e in _each(n, count))
-        return replace(self, groups=tuple(groups), tensors=tensors, biased=biased, experts=None)
+        return replace(self, groups=groups, tensors=tensors, biased=biased, experts=None)
 
     @property
     def why_fixed(self) -> str:

@@ -120,6 +120,12 @@ class Experts:
     interleaved: bool = False
     stacked: bool = False
 
+    @property
+    def roles(self) -> dict[str, str]:
+        """The names of an expert's linears by role."""
+        found = {"gate": self.gate, "up": self.up, "down": self.down}
+        return {role: name for role, name in found.items() if name}
+
 
 @dataclass(frozen=True)
 class Heads:
