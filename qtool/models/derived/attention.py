@@ -37,7 +37,7 @@ class BlockAttention:
         heads = self.block.model.heads
         if heads is None or fact.kind < Kind.HEADS or heads.query % heads.kv:
             return False
-        if not any(channelwise(call.v) == [producer] for call in self.block.model.trace.attentions):
+        if [producer] not in [[*channelwise(c.v)] for c in self.block.model.trace.attentions]:
             return False
         rows = rows_of(fact)
         values = fact.channels[(0,) * (fact.channels.dim() - 1)]  # type: ignore[union-attr, index]
@@ -80,12 +80,9 @@ class BlockAttention:
             norms = [side[1] for side in sides if side is not None]
             made = [side[0][1].kind for side in sides if side is not None and side[1]]
             self.normed_after_rope = Kind.TURNED in made
-            kinds = [side[name].kind for side in (call.q, call.k) for name in channelwise(side)]
-            self.turned = [
-                self.block.model.trace.pairs.get(name)
-                for side in (call.q, call.k)
-                for name in channelwise(side)
-            ]
+            made_by = [own for side in (call.q, call.k) for own in channelwise(side).items()]
+            kinds = [fact.kind for _, fact in made_by]
+            self.turned = [self.block.model.trace.pairs.get(name) for name, _ in made_by]
             return Attention(
                 q=names["q_proj"],
                 k=names["k_proj"],
@@ -131,9 +128,8 @@ class BlockAttention:
     def _why_unknown(self, unquantized: Mapping[str, str]) -> str:
         """Why the attention is not declared."""
         for read in self.block.reads:
-            known = [own for own in read.facts.items() if own[1].channels is not None]
-            name = self.block.short(read.weight)
-            if name in unquantized and any(self.is_output(*own) for own in known):
+            name, known = self.block.short(read.weight), channelwise(read.facts)
+            if name in unquantized and any(self.is_output(*own) for own in known.items()):
                 return f"{name}, which reads its heads, stays in 16 bits: {unquantized[name]}"
         return "no queries, keys and values of one head size were recognized in its attention"
 
@@ -159,19 +155,19 @@ class BlockAttention:
         return getattr(decoder, name.rpartition(".")[2], None) is model.modules[name]
 
     def _call_of(self, values: str) -> AttentionCall | None:
-        calls = [c for c in self.block.model.trace.attentions if channelwise(c.v) == [values]]
+        calls = [c for c in self.block.model.trace.attentions if list(channelwise(c.v)) == [values]]
         return calls[0] if len(calls) == 1 else None
 
     def _projection(self, side: Facts) -> tuple[tuple[str, Fact], str | None] | None:
         """The linear that makes queries or keys, and the norm behind it."""
-        names = channelwise(side)
+        names = list(channelwise(side))
         if len(names) != 1:
             return None
         name = names[0]
-        call = next((n for n in self.block.norms if n.name == name), None)
+        call = self.block.norm(name)
         if call is None:
             return ((name, side[name]), None) if self.block.linear(name) else None
-        inner = channelwise(call.facts)
+        inner = list(channelwise(call.facts))
         if len(inner) != 1 or not self.block.linear(inner[0]) or self.block.form(name) is None:
             return None
         return (inner[0], call.facts[inner[0]]), self.block.short(name)

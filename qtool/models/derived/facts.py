@@ -78,6 +78,6 @@ def in_order_of_rows(fact: Fact) -> bool:
     )
 
 
-def channelwise(facts: Facts) -> list[str]:
-    """The producers whose channels are known."""
-    return [p for p, f in facts.items() if f.channels is not None]
+def channelwise(facts: Facts) -> Facts:
+    """Those of ``facts`` whose channels are known."""
+    return {p: f for p, f in facts.items() if f.channels is not None}

@@ -86,7 +86,7 @@ class Folds:
     def _reads_norm(self, read: Read) -> bool:
         """Whether the input is a norm of the residual stream that only linears read."""
         (name, fact), *_ = read.facts.items()
-        call = next((n for n in self.block.norms if n.name == name), None)
+        call = self.block.norm(name)
         if call is None or not is_stream(call.facts) or self.block.form(name) is None:
             return False
         if name in self.block.model.trace.escapes or not in_order(fact) or fact.kind > Kind.LINEAR:

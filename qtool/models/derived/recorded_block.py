@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qtool.models.derived.facts import PART, Facts, Kind, rows_of
+from qtool.models.derived.facts import PART, Facts, Kind, channelwise, rows_of
 from qtool.models.derived.module_kinds import acts_linear
 from qtool.models.derived.norms import NormForm
 from qtool.models.derived.recorded_model import RecordedModel
@@ -65,6 +65,10 @@ class RecordedBlock:
         """The calls of its norms."""
         return [n for n in self.model.trace.norms if n.name.startswith(self.prefix)]
 
+    def norm(self, name: str) -> NormCall | None:
+        """The call of the norm with the full name ``name``; None if it is none of the block's."""
+        return next((n for n in self.norms if n.name == name), None)
+
     @cached_property
     def experts(self) -> dict[str, Read]:
         """The inputs of its stacks of experts, by module."""
@@ -100,16 +104,15 @@ class RecordedBlock:
                 if not producer.startswith(self.prefix) or fact.channels is None:
                     continue
                 found[producer] = fact.factor
-                call = next((n for n in self.norms if n.name == producer), None)
-                if call is not None:
-                    found |= {p: f.factor for p, f in call.facts.items() if f.channels is not None}
+                if call := self.norm(producer):
+                    found |= {p: f.factor for p, f in channelwise(call.facts).items()}
         return found
 
     @cached_property
     def used_unread(self) -> list[Facts]:
         """Facts of the inputs of norms, and of values that are added to the residual stream."""
         used = [call.facts for call in self.norms] + [f for _, f in self.model.trace.writers]
-        return [{p: f for p, f in facts.items() if f.channels is not None} for facts in used]
+        return list(map(channelwise, used))
 
     def only(self, facts: Facts, linears: tuple[str, ...]) -> bool:
         """Whether the producers of ``facts`` go into ``linears`` and nowhere else."""
