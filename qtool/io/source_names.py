@@ -157,7 +157,7 @@ def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: E
         if part == "weight":
             _require_stacks(attribute, both, down, names)
         for number, (one, back) in enumerate(zip(_parts(both), _parts(down), strict=True)):
-            parts = _roles(one, names) | {"down": _rows(back, names, 0, 1, 1)}
+            parts = _roles(one, names) | {"down": _rows(back, names, slice(None))}
             for role, entry in parts.items():
                 entries[f"{moe}.experts.{number}.{names.roles[role]}.{part}"] = entry
     if moe != attribute:
@@ -191,22 +191,23 @@ def _parts(stack: Entry) -> list[Entry]:
 def _roles(one: Entry, names: Experts) -> dict[str, Entry]:
     """Gate and up of an expert's first matrix (or bias), or up alone."""
     if not names.gate:
-        return {"up": _rows(one, names, 0, 1, 1)}
+        return {"up": _rows(one, names, slice(None))}
+    half = (one.shape[-1] if names.transposed else one.shape[0]) // 2
+    gate, up = slice(half), slice(half, None)
     if names.interleaved:
-        return {"gate": _rows(one, names, 0, 2, 2), "up": _rows(one, names, 1, 2, 2)}
-    rows = one.shape[-1] if names.transposed else one.shape[0]
-    return {"gate": _rows(one, names, 0, 1, 2), "up": _rows(one, names, rows // 2, 1, 2)}
+        gate, up = slice(0, None, 2), slice(1, None, 2)
+    return {"gate": _rows(one, names, gate), "up": _rows(one, names, up)}
 
 
-def _rows(one: Entry, names: Experts, start: int, step: int, share: int) -> Entry:
-    """Every ``step``-th row of ``one`` from ``start`` on: one of ``share`` equal parts."""
+def _rows(one: Entry, names: Experts, rows: slice) -> Entry:
+    """These ``rows`` of an expert's matrix or bias, in checkpoints' form: outputs before inputs."""
     transposed = names.transposed and len(one.shape) == 2
     shape = one.shape[::-1] if transposed else one.shape
-    part = (shape[0] // share, *shape[1:])
-    order = range(start, start + step * part[0], step)
+    order = range(shape[0])[rows]
     if one.parts or one.within:
         return one.rows(order)
-    if transposed or step > 1 or one.computed:
+    part = (len(order), *shape[1:])
+    if transposed or order.step > 1 or one.computed:
         return replace(one, shape=part, within=Within(one.shape, order, transposed))
     row = prod(shape[1:]) * one.dtype.itemsize
-    return replace(one, shape=part, start=one.start + start * row)
+    return replace(one, shape=part, start=one.start + order.start * row)
