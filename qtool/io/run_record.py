@@ -22,7 +22,6 @@ parallel, or smaller, if some time has no phase.
 
 import json
 import resource
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -130,8 +129,7 @@ def record_path(directory: Path) -> Path:
 
 def peak_host_bytes() -> int:
     """The largest resident set this process has had."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def device_name(device: torch.device) -> str:
