@@ -13,6 +13,8 @@ from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.io.source_names import adopt
+from qtool.models import family_of
+from qtool.models.architecture import Architecture
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize, source_dtype
 from qtool.runtime.load import load
@@ -44,6 +46,17 @@ def test_stacked_experts(variant: str, make_model: MakeModel, tmp_path: Path) ->
     out = run(stacked, "out")
     assert weights(out) == weights(run(apart, "expected"))
     assert torch.isfinite(load(out)(IDS).logits).all()
+
+
+def test_interleaved_stacks(tmp_path: Path) -> None:
+    """Columns of GPT-OSS's stacks are gate and up in turn."""
+    source = Checkpoint(save_tiny("gpt_oss", tmp_path / "source"))
+    experts = "model.layers.0.mlp.experts"
+    stack, bias = (source.read(f"{experts}.gate_up_proj{part}") for part in ("", "_bias"))
+    adopt(source, Architecture(source.config, family_of(source.config)))
+    for start, linear in enumerate((f"{experts}.1.gate_proj", f"{experts}.1.up_proj")):
+        assert torch.equal(source.read(f"{linear}.weight"), stack[1, :, start::2].T)
+        assert torch.equal(source.read(f"{linear}.bias"), bias[1, start::2])
 
 
 def test_stacks_of_another_shape(make_model: MakeModel, tmp_path: Path) -> None:

@@ -171,15 +171,10 @@ def float_twin(quantized: PreTrainedModel, source: Path) -> PreTrainedModel:
             for part in [n for n, _ in module.named_parameters(recurse=False)]:
                 del places[f"{name}.{part}"]
             assert family.experts
-            roles = {
-                "gate": family.experts.gate,
-                "up": family.experts.up,
-                "down": family.experts.down,
-            }
             for number, tensors in enumerate(expert_tensors(module)):
                 for part, view in tensors.items():
                     role, kind = part.split(".")
-                    places[f"{name}.{number}.{roles[role]}.{kind}"] = view
+                    places[f"{name}.{number}.{family.experts.roles[role]}.{kind}"] = view
     left = set(places)
     for name, tensor in weights(quantized).items():
         own = name
