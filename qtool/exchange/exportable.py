@@ -1,6 +1,7 @@
 """Decides from config.json whether a checkpoint can be exported, also before it is quantized."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,16 +72,12 @@ def formats_that_take(checkpoint_format: CheckpointFormat, config: Mapping[str, 
 
 
 def _that_take(*model: *Model) -> list[str]:
-    formats = export_formats.EXPORT_FORMATS
-    return [name for name, target in formats.items() if _takes(target, *model)]
-
-
-def _takes(target: ExportFormat, *model: *Model) -> bool:
-    try:
-        _formats(target, *model)
-    except QtoolError:
-        return False
-    return True
+    names = []
+    for name, target in export_formats.EXPORT_FORMATS.items():
+        with suppress(QtoolError):
+            _formats(target, *model)
+            names.append(name)
+    return names
 
 
 def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str, Any]) -> None:
