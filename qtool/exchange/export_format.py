@@ -159,18 +159,13 @@ def scheme_and_group(found: LinearFormat | None) -> tuple[str, int | None] | Non
     return (found.scheme, found.group_size) if found else None
 
 
-def left_in_16_bit(formats: Formats) -> list[str]:
-    """Names of the linears that are not quantized."""
-    return [name for name, found in formats.items() if found is None]
-
-
 def modules_in_16_bit(formats: Formats) -> list[str]:
-    """:func:`left_in_16_bit`, and the modules that engines join them in.
+    """Names of the linears that are not quantized, and of the modules that engines join them in.
 
     vLLM asks for each linear of such a module, SGLang for the module alone (in compressed-tensors
     where the model's class does not say what it joins).
     """
-    plain = left_in_16_bit(formats)
+    plain = [name for name, found in formats.items() if found is None]
     experts = [f"{name.partition('.experts.')[0]}.experts" for name in plain if ".experts." in name]
     return list(dict.fromkeys([*plain, *joined(plain), *experts]))
 
