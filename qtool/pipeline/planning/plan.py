@@ -274,16 +274,13 @@ def kinds(job: Job) -> list[PlannedBlocks]:
 
 
 def _linear(job: Job, block: int, name: str, shape: tuple[int, int]) -> PlannedLinear:
-    n, k = shape
     full = job.full(block, name)
-    linear_format = job.format.of(full)
-    if linear_format is None:
-        nbytes = n * k * job.dtype.itemsize
-        return PlannedLinear(name, dtype_name(job.dtype), None, "", (n, k), nbytes)
-    nbytes = job.packed_bytes(full, n, k)
-    return PlannedLinear(
-        name, linear_format.scheme, linear_format.group_size, linear_format.layout, (n, k), nbytes
-    )
+    found = job.format.of(full)
+    if found is None:
+        nbytes = prod(shape) * job.dtype.itemsize
+        return PlannedLinear(name, dtype_name(job.dtype), None, "", shape, nbytes)
+    nbytes = job.packed_bytes(full, *shape)
+    return PlannedLinear(name, found.scheme, found.group_size, found.layout, shape, nbytes)
 
 
 def plain_host_bytes(job: Job) -> int:
