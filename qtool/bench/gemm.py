@@ -6,6 +6,7 @@ copy, and the copies together exceed the L2 cache, as a model's layers do.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,21 +51,17 @@ def reference_calls(kind: str, m: int, n: int, k: int) -> list[Callable[[], obje
         if kind == "bf16":
             a = torch.randn(rows, k, device="cuda").bfloat16()
             b = torch.randn(n, k, device="cuda").bfloat16()
-            calls.append(lambda a=a, b=b: torch.mm(a, b.t()))  # type: ignore[misc]
+            calls.append(partial(torch.mm, a, b.t()))
         elif kind == "fp8":
             fp8 = torch.float8_e4m3fn
             a = torch.randn(rows, k, device="cuda").to(fp8)
             b = torch.randn(n, k, device="cuda").to(fp8)
             one = torch.ones((), device="cuda")
-            calls.append(
-                lambda a=a, b=b, one=one: torch._scaled_mm(
-                    a, b.t(), one, one, out_dtype=torch.bfloat16
-                )  # type: ignore[misc]
-            )
+            calls.append(partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16))
         else:
             a = torch.randint(-127, 128, (rows, k), dtype=torch.int8, device="cuda")
             b = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda")
-            calls.append(lambda a=a, b=b: torch._int_mm(a, b.t()))  # type: ignore[misc]
+            calls.append(partial(torch._int_mm, a, b.t()))
     return calls
 
 

@@ -70,10 +70,10 @@ def kernel_calls(
     token_sum = x.sum(1, dtype=torch.int32)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
 
-    def call(weight: Weight) -> Callable[[], object]:
-        return lambda: run(operand, tile, x, sx, weight, out, token_sum=token_sum, overlap=overlap)
-
-    return [call(weight) for weight in weights]
+    return [
+        partial(run, operand, tile, x, sx, weight, out, token_sum=token_sum, overlap=overlap)
+        for weight in weights
+    ]
 
 
 @dataclass(frozen=True)
@@ -197,11 +197,10 @@ class MmaColumn:
         sx, token_sum = torch.rand(m, device="cuda"), x.sum(1, dtype=torch.int32)
         out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
         operand = w4a8_mma.operand(self.scheme, self.group_size)
-
-        def call(weight: MmaWeight) -> Callable[[], object]:
-            return lambda: mma.run(operand, x, sx, weight, out, k, token_sum=token_sum)
-
-        return [call(weight) for weight in weights]
+        return [
+            partial(mma.run, operand, x, sx, weight, out, k, token_sum=token_sum)
+            for weight in weights
+        ]
 
 
 COLUMNS: dict[str, Column | HalfColumn | MmaColumn] = {
