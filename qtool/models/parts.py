@@ -164,9 +164,9 @@ class RowsOf:
 
     name: str
     count: int
-    rows: tuple[int, ...] | None = None
-    matrices: int = 0
-    transposed: bool = False
+    rows: tuple[int, ...] | None
+    matrices: int
+    transposed: bool
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Point:
 
     bits: float
     predicted: float
-    measured: float | None = None
+    measured: float | None
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Candidates:
             for choice in self.choices
         ]
 
-    def point(self, chosen: Mapping[Group, Option], probe: Probe | None = None) -> Point:
+    def point(self, chosen: Mapping[Group, Option], probe: Probe | None) -> Point:
         """The point of the options ``chosen`` for the groups; ``probe`` measures its divergence."""
         bits = sum(option.bits for option in chosen.values()) / self.weights
         predicted = sum(option.kl for option in chosen.values())

@@ -42,7 +42,7 @@ class Check:
     ran: str
     count: int
     error: float
-    problems: list[str] = field(default_factory=list)
+    problems: list[str]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class BlockScaled(Computed):
     shape: tuple[int, int]
     block: Block
     dtype: torch.dtype
-    transposed: bool = False
+    transposed: bool
 
     def read(self, rows: slice, *, transposed: bool = False) -> Tensor:
         if len(stack := self.operands[0].shape) > 2:
