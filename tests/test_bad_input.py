@@ -90,7 +90,7 @@ def test_no_such_model(refused, tmp_path) -> None:  # type: ignore[no-untyped-de
     refused("is an adapter (LoRA)", tmp_path / "empty")
     (tmp_path / "begun.partial").mkdir()
     for name in ("begun", "begun.partial"):
-        refused("begun.partial is an unfinished run: end it by the command", tmp_path / name)
+        refused("begun.partial is an unfinished run: give the command", tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def _unfinished(path: Path) -> str:
     if not partial.is_dir():
         return ""
     return (
-        f"{partial} is an unfinished run: end it by the command that began it, a qtool quantize"
+        f"{partial} is an unfinished run: give the command that began it once more, qtool quantize"
         " with --resume"
     )
 
