@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 #: first ends
 SHORT, LONG = 64, 192
 #: seconds that repetitions of one measurement may take: long runs vary by less than a per cent
-PATIENCE = 5.0
+PATIENCE = 8.0
 PACK_QUANTIZED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -267,7 +267,7 @@ def measure(
         seconds(batch, 4)  # compiles and allocates
         prefill, short, long = (
             least(partial(seconds, batch, tokens), times)
-            for tokens, times in ((1, 3), (SHORT, 2), (LONG, 2))
+            for tokens, times in ((1, 5), (SHORT, 4), (LONG, 4))
         )
         step = (long - short) / (LONG - SHORT)
         rows.append({
