@@ -1205,6 +1205,30 @@ FAULTS = [
             "tests/runtime/test_decode.py",
         ),
         (
+            "qtool/kernels/op.py",
+            "            key += value.stride(), value.dtype, value.get_device()",
+            "            key += value.dtype, value.get_device()",
+            "tests/kernels/test_op.py",
+        ),
+        (
+            "qtool/kernels/op.py",
+            "key += address % ALIGNMENT, shape[1:], shape[:1] == tokens",
+            "key += address % ALIGNMENT, shape[1:], True",
+            "tests/kernels/test_op.py",
+        ),
+        (
+            "qtool/kernels/op.py",
+            "                key += address, shape\n",
+            "                key += (address,)\n",
+            "tests/kernels/test_op.py",
+        ),
+        (
+            "qtool/kernels/hopper/gemm.py",
+            "tiles if tile.split > 2 else min(tiles, kernel.resident // tile.split)",
+            "tiles",
+            "tests/kernels/test_prepared.py",
+        ),
+        (
             "qtool/kernels/experts/route.py",
             "place[order] = torch.where(rows < offsets[-1], rows, -1)",
             "place[order] = rows",

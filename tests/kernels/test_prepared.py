@@ -24,6 +24,7 @@ from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.activation.quantize_residual_norm import quantize_residual_norm
 from qtool.kernels.experts.w4a16 import w4a16_experts_gemm
 from qtool.kernels.hopper.gemm import PARAMETERS as GEMM
+from qtool.kernels.hopper.tiles import choose_half
 from qtool.kernels.hopper.w4a8 import w4a8_gemm
 from qtool.kernels.hopper.w8a8 import w8a8_gemm
 from qtool.kernels.mma.half_gemm import PARAMETERS as HALF
@@ -258,6 +259,7 @@ def test_w4a16_is_launched_with_boxes_of_marlin_tiles(
     assert numbers[3] == scale.data_ptr() and numbers[5] == bias.data_ptr()
     assert numbers[6:8] == [0, 0] and numbers[9:14] == [m, n, k, 2, 0]
     assert numbers[-3:] == [0, n, n] and not any(positions)
+    assert launch[1] <= 132 * choose_half(m, n, k).blocks_per_sm  # as many as the GPU holds
 
 
 def test_2_4_sparse_w4a16_is_launched_with_boxes_of_codes_and_positions(
