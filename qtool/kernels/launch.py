@@ -168,12 +168,6 @@ def byte_map(address: int, rows: int, columns: int, box_rows: int, box_bytes: in
     return _tensor_map(address, rows, columns // item, item, box_rows, box_bytes // item, swizzle)
 
 
-def tensor_map(tensor: Tensor, box_rows: int, box_bytes: int = 128) -> bytes:
-    """:func:`byte_map` of a matrix of bytes."""
-    rows, columns = tensor.shape
-    return byte_map(tensor.data_ptr(), rows, columns, box_rows, box_bytes)
-
-
 def item_map(
     tensor: Tensor, columns: int, box_rows: int, box_columns: int, *, swizzle: int = 0
 ) -> bytes:

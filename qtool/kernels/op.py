@@ -28,7 +28,6 @@ MOST_PLANS = 4096
 #: bytes on which the kernels want their tensors to begin
 ALIGNMENT = 16
 
-
 #: fills the result of a call by the CUDA kernel, on the current stream
 Launch = Callable[[Any, Any], None]
 
@@ -36,7 +35,8 @@ Launch = Callable[[Any, Any], None]
 class Operator(Protocol[R_co]):
     """The arguments of one call of an operator, with its implementations.
 
-    On CUDA it has ``launch``, or ``plan`` if it is :class:`Planned`.
+    On CUDA it has ``launch(out)``, which fills ``out`` on the current stream, or ``plan`` if it is
+    :class:`Planned`.
     """
 
     def require(self) -> None:
@@ -47,13 +47,6 @@ class Operator(Protocol[R_co]):
 
     def reference(self) -> R_co:
         """The result by plain torch operations."""
-
-
-class Launched(Operator[R], Protocol):
-    """An operator whose kernel is launched for one call."""
-
-    def launch(self, out: R) -> None:
-        """Fill ``out`` by the CUDA kernel, on the current stream."""
 
 
 class Planned(Operator[R_co], Protocol):
