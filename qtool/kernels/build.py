@@ -7,6 +7,7 @@ user's cache directory holds the entries.
 """
 
 import hashlib
+import io
 import os
 import re
 import tempfile
@@ -134,7 +135,7 @@ def compile_source(name: str, prologue: str, defines: Mapping[str, int], arch: s
             include_path=str(folder),
             define_macro=[(key, str(value)) for key, value in defines.items()],
         )
-        log = _Log()
+        log = io.StringIO()
         try:
             program = program_type(prologue + (folder / f"{name}.cu").read_text(), "c++", options)
             cubin = program.compile("cubin", logs=log).code
@@ -142,17 +143,7 @@ def compile_source(name: str, prologue: str, defines: Mapping[str, int], arch: s
             raise QtoolError(
                 f"kernel {name} does not compile for {arch} with {dict(defines)}: {error}"
             ) from error
-    return Compiled(bytes(cubin), log.text)
-
-
-class _Log:
-    """The file-like object NVRTC's log goes to."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def write(self, text: str) -> None:
-        self.text += text
+    return Compiled(bytes(cubin), log.getvalue())
 
 
 def cache_dir() -> Path:
