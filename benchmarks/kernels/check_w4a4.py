@@ -23,9 +23,9 @@ from qtool.kernels.activation.arrangement import ARRANGEMENTS, arrange
 from qtool.kernels.activation.quantize_activation import FUSIONS
 from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
 from qtool.kernels.build import compile_all
-from qtool.kernels.hopper.gemm import definition, run
+from qtool.kernels.hopper.gemm import Weight, definition, run
 from qtool.kernels.hopper.tiles import Tile
-from qtool.kernels.hopper.w4ax import operand, packed_weight, w4ax_gemm
+from qtool.kernels.hopper.w4ax import operand, w4ax_gemm
 from qtool.schemes.arithmetic.products import group_matmul
 
 #: layout, group size, dtype of the scales
@@ -86,7 +86,7 @@ class Case:
         scales = torch.full((sx.shape[1], (m + 3) // 4 * 4), float("nan"), device="cuda")
         scales[:, :m] = sx.t()
         qweight = layouts.get(self.layout).pack(self.codes)["qweight"]
-        weight = packed_weight(self.layout, qweight, scale)
+        weight = Weight(scale, boxed=qweight.flatten(1))
         kernel = operand(self.layout, self.group, scale.dtype)
         run(kernel, tile, arrange(x, self.layout), scales, weight, out[:-1], bias=bias)
         torch.cuda.synchronize()

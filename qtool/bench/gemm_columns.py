@@ -42,7 +42,7 @@ def random_weights(scheme: str, group_size: int | None, n: int, k: int) -> list[
         if scheme in S4_LAYOUTS:
             scale = (torch.rand(k // (group_size or k), n, device="cuda") * 1e-3).bfloat16()
             shape = (k // 32, n, 16) if scheme == "w4a4" else (n, k // 2)
-            weights.append(w4ax.packed_weight(S4_LAYOUTS[scheme], draw(0, 256, *shape), scale))
+            weights.append(Weight(scale, boxed=draw(0, 256, *shape).flatten(1)))
             continue
         qweight = draw(0, 256, n // 64, k // 64, 2048)
         if group_size is None:

@@ -183,10 +183,11 @@ def _w8a8_experts(call: ExpertsCall) -> Tensor:
 
 
 def _w8a8_prepared(call: Call) -> "PreparedLinear":
-    from qtool.kernels.hopper.w8a8 import OPERAND, packed_weight
+    from qtool.kernels.hopper.gemm import Weight
+    from qtool.kernels.hopper.w8a8 import OPERAND
 
     scale = call.stored["scale"][:, 0]
-    weight = packed_weight(call.stored["qweight"].view(torch.int8), scale)
+    weight = Weight(scale, boxed=call.stored["qweight"].view(torch.int8))
     return _prepared(OPERAND, weight, len(scale), call)
 
 

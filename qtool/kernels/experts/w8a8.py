@@ -10,8 +10,8 @@ from qtool.kernels.build import Build
 from qtool.kernels.experts.grouped import experts_operand, products, require_experts
 from qtool.kernels.experts.tiles import TABLE, choose_experts
 from qtool.kernels.hopper import gemm, w8a8
-from qtool.kernels.hopper.gemm import run
-from qtool.kernels.hopper.w8a8 import W8A8Gemm, packed_weight
+from qtool.kernels.hopper.gemm import Weight, run
+from qtool.kernels.hopper.w8a8 import W8A8Gemm
 from qtool.kernels.op import operator
 
 OPERAND = experts_operand(w8a8.OPERAND)
@@ -68,7 +68,7 @@ class W8A8ExpertsGemm(NamedTuple):
 
     def launch(self, out: Tensor) -> None:
         if len(out):
-            weight = packed_weight(self.weight.flatten(0, 1), self.scale.flatten())
+            weight = Weight(self.scale.flatten(), boxed=self.weight.flatten(0, 1))
             tile = choose_experts(len(out), *self.weight.shape, OPERAND.stage_bytes)
             given = (OPERAND, tile, self.x, self.sx, weight, out)
             run(*given, offsets=self.expert_offsets)

@@ -139,18 +139,11 @@ class W4AxGemm(NamedTuple):
         whole = group_size is not None and adds_in_order()
         tile = choose_s4(*out.shape, self.x.shape[1], group_size, whole=whole)
         kernel = operand(self.layout, group_size, self.scale.dtype)
-        weight = packed_weight(self.layout, self.qweight, self.scale)
+        weight = Weight(self.scale, boxed=self.qweight.flatten(1))
         run(kernel, tile, self.x, self.sx, weight, out, bias=self.bias)
 
 
 w4ax_gemm = operator("w4ax_gemm", W4AxGemm)
-
-
-def packed_weight(layout: str, qweight: Tensor, scale: Tensor) -> Weight:
-    """The op's tensors as the kernel takes them, unchecked."""
-    if layout == "apex4":
-        return Weight(scale, boxed=qweight.flatten(1))
-    return Weight(scale, boxed=qweight)
 
 
 def require_layout(

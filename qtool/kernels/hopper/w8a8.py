@@ -83,7 +83,7 @@ class W8A8Gemm(NamedTuple):
 
     def plan(self) -> Launch:
         n, k = self.weight.shape
-        weight = packed_weight(self.weight, self.scale)
+        weight = Weight(self.scale, boxed=self.weight)
         gemm = Plan(lambda m: (OPERAND, choose(m, n, k)), weight, self.bias, (n, k), self.out_dtype)
 
         def launch(call: W8A8Gemm, out: Tensor) -> None:
@@ -93,8 +93,3 @@ class W8A8Gemm(NamedTuple):
 
 
 w8a8_gemm = operator("w8a8_gemm", W8A8Gemm, rows=("x", "sx"))
-
-
-def packed_weight(weight: Tensor, scale: Tensor) -> Weight:
-    """The op's tensors as the kernel takes them, unchecked."""
-    return Weight(scale, boxed=weight)
