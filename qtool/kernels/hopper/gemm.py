@@ -127,7 +127,6 @@ class Kernel(NamedTuple):
 
     handle: int
     token_bytes: int
-    shared_bytes: int
     resident: int
     weight_map: bytes
     positions_map: bytes
@@ -143,7 +142,7 @@ class Plan:
         choose: function of a number of tokens that gives the operand and the tile.
         shape: N and K.
         experts: the number of weights ``[N, K]`` whose rows follow one another in ``weight``, each
-            for its own tokens; None: ``weight`` is one.
+            for its own tokens; 0: ``weight`` is one for all tokens.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class Plan:
         out_dtype: torch.dtype,
         *,
         overlap: bool = True,
-        experts: int | None = None,
+        experts: int = 0,
     ) -> None:
         (self.n, self.k), self.device = shape, weight.scale1.device
         require_hopper(self.device)
@@ -165,7 +164,7 @@ class Plan:
         self.weight = pointers(*level2, weight.scale1, weight.zero1, bias)
         kinds = NUMBERS[weight.scale1.dtype], 0 if bias is None else NUMBERS[bias.dtype]
         self.numbers = self.n * (experts or 1), self.k, *kinds
-        self.experts = experts or 0, self.n, weight.part or self.n
+        self.experts, self.part = experts, weight.part or self.n
         self.kernels: dict[Tile, Kernel] = {}
 
     def launch(self, m: int, x: int, sx: int, token_sum: int, out: int, offsets: int = 0) -> None:
@@ -176,8 +175,8 @@ class Plan:
         if m == 0:
             return
         operand, tile = self.choose(m)
-        kernel = self.kernels.get(tile) or self._kernel(operand, tile)
-        token_tiles = most_token_tiles(m, self.experts[0] or 1, tile.tokens)
+        kernel = self.kernels.get(tile) or self._load(operand, tile)
+        token_tiles = most_token_tiles(m, self.experts or 1, tile.tokens)
         tiles = token_tiles * -(-self.n // tile.rows)
         # clusters of more than two blocks have one tile each
         clusters = tiles if tile.split > 2 else min(tiles, kernel.resident // tile.split)
@@ -185,19 +184,17 @@ class Plan:
             byte_map(x, m, kernel.token_bytes, tile.tokens),
             kernel.weight_map,
             *(*self.weight, sx, token_sum, out),
-            *(m, *self.numbers, token_tiles, tiles, offsets, *self.experts),
+            *(m, *self.numbers, token_tiles, tiles, offsets, self.experts, self.n, self.part),
             kernel.positions_map,
         )
-        grid, overlap = tile.split * clusters, self.overlap
-        given = kernel.handle, grid, THREADS, kernel.shared_bytes, parameters, self.device
-        launch(*given, overlap=overlap)
+        grid, shared = tile.split * clusters, SHARED_PER_BLOCK[tile.blocks_per_sm]
+        launch(kernel.handle, grid, THREADS, shared, parameters, self.device, overlap=self.overlap)
 
-    def _kernel(self, operand: Operand, tile: Tile) -> Kernel:
+    def _load(self, operand: Operand, tile: Tile) -> Kernel:
         rows, box_bytes = operand.box
         self.kernels[tile] = kernel = Kernel(
             _kernel(operand, tile, self.out_dtype, self.device.index),
             self.k * operand.token_item,
-            SHARED_PER_BLOCK[tile.blocks_per_sm],
             multiprocessors(self.device) * tile.blocks_per_sm,
             b"" if self.boxed is None else byte_map(*self.boxed, rows, box_bytes),
             b"" if self.positions is None else byte_map(*self.positions, rows, box_bytes // 2),
@@ -222,7 +219,7 @@ def run(
 
     ``offsets``: int32 ``[E + 1]``, the first token of each of E experts, and the end of the last.
     """
-    shape, experts = (out.shape[1], x.shape[1]), None if offsets is None else len(offsets) - 1
+    shape, experts = (out.shape[1], x.shape[1]), 0 if offsets is None else len(offsets) - 1
     given = (lambda _: (operand, tile)), weight, bias, shape, out.dtype
     plan = Plan(*given, overlap=overlap, experts=experts)
     plan.launch(len(out), *pointers(x, sx, token_sum, out, offsets))
