@@ -7,7 +7,6 @@ The kernels are the dense ones of :mod:`qtool.kernels.hopper` with another order
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,15 +15,10 @@ from qtool.errors import QtoolError
 from qtool.kernels.checks import require_tensors
 from qtool.kernels.experts.route import MOST_EXPERTS
 from qtool.kernels.hopper.gemm import THREADS, Operand
+from qtool.kernels.op import Operator
 
 #: csrc/hopper/work.cuh: first token and first tile of each expert, and a sum of each warp
 TABLE_BYTES = 4 * (2 * (MOST_EXPERTS + 1) + THREADS // 32)
-
-
-class Dense(Protocol):
-    """The product with one weight."""
-
-    def reference(self) -> Tensor: ...
 
 
 def experts_operand(dense: Operand) -> Operand:
@@ -61,7 +55,7 @@ def products(
     out: Tensor,
     expert_offsets: Tensor,
     stacks: Sequence[Tensor | None],
-    dense: Callable[[slice, tuple[Tensor | None, ...]], Dense],
+    dense: Callable[[slice, tuple[Tensor | None, ...]], Operator[Tensor]],
 ) -> Tensor:
     """``out [P, N]`` filled expert by expert with the references of ``dense``; 0 beyond."""
     ends = expert_offsets.tolist()
