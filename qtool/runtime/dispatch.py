@@ -215,32 +215,29 @@ def _w4ax(call: Call) -> Tensor:
     from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
     from qtool.kernels.hopper.w4ax import w4ax_gemm
 
-    call = _rotated(call)
-    layout, group_size = call.format.layout, call.format.group_size
+    codes, scale = quantize_activation_groups(*_groups(call))
     qweight, weight_scale = call.stored["qweight"], call.stored["scale"]
-    blocks = call.stored.get("eight_bit")
-    codes, scale = quantize_activation_groups(
-        call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout
-    )
-    return w4ax_gemm(
-        codes, scale, qweight, weight_scale, call.bias, layout, group_size, call.out_dtype
-    )
+    how = (call.format.layout, call.format.group_size, call.out_dtype)
+    return w4ax_gemm(codes, scale, qweight, weight_scale, call.bias, *how)
 
 
 def _w4ax_mma(call: Call) -> Tensor:
     from qtool.kernels.activation.quantize_packed_groups import quantize_packed_groups
     from qtool.kernels.mma.w4ax import w4ax_mma_gemm
 
-    call = _rotated(call)
-    layout, group_size = call.format.layout, call.format.group_size
+    codes, scale = quantize_packed_groups(*_groups(call))
     qweight, weight_scale = call.stored["qweight"], call.stored["scale"]
-    blocks = call.stored.get("eight_bit")
-    codes, scale = quantize_packed_groups(
-        call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout
-    )
-    return w4ax_mma_gemm(
-        codes, scale, qweight, weight_scale, blocks, call.bias, layout, group_size, call.out_dtype
-    )
+    how = (call.bias, call.format.layout, call.format.group_size, call.out_dtype)
+    return w4ax_mma_gemm(codes, scale, qweight, weight_scale, call.stored.get("eight_bit"), *how)
+
+
+def _groups(
+    call: Call,
+) -> tuple[Tensor, Tensor | None, None, Tensor | None, str, float, int | None, str]:
+    """The arguments of the operators that quantize tokens in groups for s4 weights."""
+    call, blocks = _rotated(call), call.stored.get("eight_bit")
+    layout, group_size = call.format.layout, call.format.group_size
+    return call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout
 
 
 def _w4a16(call: Call) -> Tensor:
