@@ -251,14 +251,12 @@ class Scheme(ABC):
         """
         if self.sparsity is None and range_triton.runs_on(weight):
             low, high = range_triton.group_range(self.groups(weight))
-            if not finite:
-                require_finite(low, high, self.name)
-            return low, high
-        low = torch.empty(self.groups(weight).shape[:2], dtype=torch.float32, device=weight.device)
-        high = torch.empty_like(low)
-        for rows in slabs(weight):
-            groups = self.groups(self.prune(weight[rows].float()))
-            low[rows], high[rows] = groups.amin(-1), groups.amax(-1)  # both keep a NaN
+        else:
+            shape = self.groups(weight).shape[:2]
+            low, high = torch.empty(2, *shape, dtype=torch.float32, device=weight.device)
+            for rows in slabs(weight):
+                groups = self.groups(self.prune(weight[rows].float()))
+                low[rows], high[rows] = groups.amin(-1), groups.amax(-1)  # both keep a NaN
         if not finite:
             require_finite(low, high, self.name)
         return low, high
