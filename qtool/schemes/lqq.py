@@ -14,24 +14,18 @@ import torch
 from torch import Tensor
 
 from qtool.schemes import lqq_triton
-from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
-from qtool.schemes.arithmetic.level1 import PROTECTIVE_MAX, fit_level1, quantize_level1
-from qtool.schemes.arithmetic.products import int_matmul, scaled
-from qtool.schemes.base import ClipRatio, Grid, Params, Scheme, require
+from qtool.schemes.arithmetic.level1 import PROTECTIVE_MAX, TwoLevel, fit_level1, quantize_level1
+from qtool.schemes.base import ClipRatio, Grid, Params, require
 
 
-class LiquidQuant(Scheme):
+class LiquidQuant(TwoLevel):
     """Parameters: ``s1 [N]`` scale, ``s2 [N, G]`` and ``offset [N, G]`` u8.
 
     ``s2`` is in 1..16, ``offset`` is ``a = 128 + lo``.
     """
 
     name = "w4a8-lqq"
-    code_bits = 4
-    signed = False
-    group_sizes = (32, 64, 128)
     default_group_size = 64
-    activation = PER_TOKEN_S8
 
     def fit_range(
         self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
@@ -66,17 +60,9 @@ class LiquidQuant(Scheme):
         q8.sub_(params["offset"].float()[..., None] - 128)
         return q8.div_(params["s2"].float()[..., None]).round_().clamp_(0, 15)
 
-    def level2(self, codes: Tensor, params: Params) -> Tensor:
-        """``Q8' = Q4 * s2 + lo``, the int8 weight ``[N, K]`` that the tensor cores multiply."""
-        return self._level2(codes, params).to(torch.int8)
-
-    def _level2(self, codes: Tensor, params: Params) -> Tensor:
-        """:meth:`level2` in float32, which holds these integers exactly."""
+    def exact_level2(self, codes: Tensor, params: Params) -> Tensor:
         q8 = self.groups(codes).to(torch.float32, copy=True).mul_(params["s2"].float()[..., None])
         return q8.add_(params["offset"].float()[..., None] - 128).flatten(1)
-
-    def dequantize(self, codes: Tensor, params: Params) -> Tensor:
-        return self._level2(codes, params).mul_(params["s1"].float()[:, None])
 
     def fake_weight(self, weight: Tensor, params: Params) -> Tensor:
         if lqq_triton.runs_on(weight):
@@ -87,12 +73,6 @@ class LiquidQuant(Scheme):
         if lqq_triton.runs_on(weight):
             return lqq_triton.fake(weight, params["s1"], params["s2"], params["offset"], less=True)
         return super().weight_error(weight, params)
-
-    def matmul(
-        self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
-    ) -> Tensor:
-        qx, sx = self.activation.quantize(x)
-        return scaled(int_matmul(qx, self.level2(codes, params)), sx, params["s1"], bias)
 
     def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
         s2, offset = params["s2"].to(torch.int32), params["offset"].to(torch.int32)

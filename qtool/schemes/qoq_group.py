@@ -21,22 +21,16 @@ this; GPTQ may choose any code, so the grid's bounds exclude codes beyond it.
 import torch
 from torch import Tensor
 
-from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
-from qtool.schemes.arithmetic.level1 import fit_level1, quantize_level1
-from qtool.schemes.arithmetic.products import int_matmul, scaled
-from qtool.schemes.base import ClipRatio, Grid, Params, Scheme, require
+from qtool.schemes.arithmetic.level1 import TwoLevel, fit_level1, quantize_level1
+from qtool.schemes.base import ClipRatio, Grid, Params, require
 
 
-class ProgressiveQoQ(Scheme):
+class ProgressiveQoQ(TwoLevel):
     """Parameters: ``s1 [N]`` scale, ``s2 [N, G]`` u8 in 1..16, ``zero [N, G]`` u8 in 0..15."""
 
     name = "w4a8-qoq-g128"
-    code_bits = 4
-    signed = False
-    group_sizes = (32, 64, 128)
     default_group_size = 128
     largest_clip = 1.4  # a range of 1.49 * 15 codes gets s2 = 1
-    activation = PER_TOKEN_S8
 
     def fit_range(
         self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
@@ -67,25 +61,11 @@ class ProgressiveQoQ(Scheme):
         steps = quantize_level1(groups, params["s1"]).div_(params["s2"].float()[..., None]).round_()
         return steps.add_(params["zero"].float()[..., None]).clamp_(0, 15)
 
-    def level2(self, codes: Tensor, params: Params) -> Tensor:
-        """``Q8' = (Q4 - z) * s2``, the int8 weight ``[N, K]`` that the tensor cores multiply."""
-        return self._level2(codes, params).to(torch.int8)
-
-    def _level2(self, codes: Tensor, params: Params) -> Tensor:
-        """:meth:`level2` in float32, which is exact: the integers are below 2**24."""
+    def exact_level2(self, codes: Tensor, params: Params) -> Tensor:
         steps = (
             self.groups(codes).to(torch.float32, copy=True).sub_(params["zero"].float()[..., None])
         )
         return steps.mul_(params["s2"].float()[..., None]).flatten(1)
-
-    def dequantize(self, codes: Tensor, params: Params) -> Tensor:
-        return self._level2(codes, params).mul_(params["s1"].float()[:, None])
-
-    def matmul(
-        self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
-    ) -> Tensor:
-        qx, sx = self.activation.quantize(x)
-        return scaled(int_matmul(qx, self.level2(codes, params)), sx, params["s1"], bias)
 
     def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
         s2, zero = params["s2"].to(torch.int32), params["zero"].to(torch.int32)
