@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from qtool.models.family import Family
 from qtool.models.skeleton import block_arguments
@@ -155,13 +156,7 @@ def _cut(value: Any, axes: Any, part: slice, size: int) -> Any:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """``value`` with its tensors (in tuples and dicts too) on ``device``."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, (tuple, list)):
-        return type(value)(to_device(v, device) for v in value)
-    if isinstance(value, dict):
-        return {k: to_device(v, device) for k, v in value.items()}
-    return value
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ specifies (:data:`EXACT`) stay as they are: in float64 and rounded they would gi
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import reduce, wraps
 from itertools import product
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -262,18 +262,8 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 def _promoted(tensors: list[Tensor]) -> torch.dtype:
     """The dtype of a result; tensors without dimensions count only if all have none."""
     dtypes = [t.dtype for t in tensors if t.dim()] or [t.dtype for t in tensors]
-    dtype = dtypes[0]
-    for other in dtypes[1:]:
-        dtype = torch.promote_types(dtype, other)
-    return dtype
+    return reduce(torch.promote_types, dtypes)
 
 
 def _tensors(nested: Any) -> Iterator[Tensor]:
-    if isinstance(nested, Tensor):
-        yield nested
-    elif isinstance(nested, Mapping):
-        for value in nested.values():
-            yield from _tensors(value)
-    elif isinstance(nested, list | tuple):
-        for value in nested:
-            yield from _tensors(value)
+    return (leaf for leaf in tree_iter(nested) if isinstance(leaf, Tensor))
