@@ -154,13 +154,12 @@ def graph_decoding(model: PreTrainedModel) -> bool:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = with_cache_renamed(kwargs)
         cache: Any = kwargs.get(CACHE)
-        if type(cache) is not StaticCache or torch.compiler.is_compiling():
-            return own(self, *args, **kwargs)
-        if not cache.is_initialized:
-            keep_tokens(cache, window)
-        if args:
-            return own(self, *args, **kwargs)
-        return self.decode_graphs(MethodType(own, self), cache, kwargs)
+        if type(cache) is StaticCache and not torch.compiler.is_compiling():
+            if not cache.is_initialized:
+                keep_tokens(cache, window)
+            if not args:
+                return self.decode_graphs(MethodType(own, self), cache, kwargs)
+        return own(self, *args, **kwargs)
 
     forward.__signature__ = inspect.signature(own)  # type: ignore[attr-defined]  # asked each step
     generate: Any = type(model).generate  # type: ignore[attr-defined]
