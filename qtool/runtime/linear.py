@@ -147,12 +147,10 @@ class QuantLinear(nn.Module):
         key = x.dtype, out_dtype
         prepared, buffers = self._prepared.get(key, (None, ()))
         if not all(map(is_, buffers, self._buffers.values())) or not buffers:
-            kernel = self.kernel(x.device, x.dtype)
+            kernel, prepared = self.kernel(x.device, x.dtype), None
             if kernel is not None and kernel.prepare is not None:
                 with running(fails=f"prepare of the kernel {kernel.name} fails"):
                     prepared = kernel.prepare(self._call(x, out_dtype))
-            else:
-                prepared = None
             self._prepared[key] = prepared, tuple(self._buffers.values())
         return prepared
 
