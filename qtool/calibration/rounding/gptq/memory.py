@@ -5,7 +5,7 @@ Legend: N output channels, K input channels.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from qtool.calibration.stacking import by_role
+from qtool.calibration.stacking import by_role, in_turn
 from qtool.models.family import Family
 from qtool.models.parts import LinearGroup
 
@@ -19,7 +19,7 @@ MOST_INPUT_BYTES = 256 << 20
 
 def hessians_in_turn(
     groups: Sequence[LinearGroup], width: Callable[[LinearGroup], int]
-) -> Iterator[list[LinearGroup]]:
+) -> Iterator[Sequence[LinearGroup]]:
     """The groups in lists whose Hessians are held at once.
 
     A list has all groups of a role; of experts it has as many as :data:`MOST_HESSIAN_BYTES` holds.
@@ -27,7 +27,7 @@ def hessians_in_turn(
     """
     for alike in by_role(groups):
         size = hessians_at_once(width(alike[0])) if alike[0].routed else len(alike)
-        yield from (alike[start : start + size] for start in range(0, len(alike), size))
+        yield from in_turn(alike, size)
 
 
 def hessians_at_once(k: int) -> int:

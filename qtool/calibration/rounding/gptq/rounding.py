@@ -34,7 +34,7 @@ from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers, sh
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.rounding.scales import require_float_scale
-from qtool.calibration.stacking import clips_of
+from qtool.calibration.stacking import clips_of, in_turn
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
@@ -276,7 +276,7 @@ def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
     yield from together.values()
 
 
-def problems_in_turn(block: Block, stacks: Sequence[Stack]) -> Iterator[list[int]]:
+def problems_in_turn(block: Block, stacks: Sequence[Stack]) -> Iterator[Sequence[int]]:
     """The numbers of ``stacks``, in lists of one shape and scheme that memory holds at once."""
     kinds: dict[object, list[int]] = {}
     for i, stack in enumerate(stacks):
@@ -287,4 +287,4 @@ def problems_in_turn(block: Block, stacks: Sequence[Stack]) -> Iterator[list[int
         first = stacks[numbers[0]]
         rows = sum(len(block.weight(name)) for name in first.names)
         size = problems_at_once(rows, len(first.hessian.h))
-        yield from (numbers[start : start + size] for start in range(0, len(numbers), size))
+        yield from in_turn(numbers, size)
