@@ -12,6 +12,7 @@ Legend: T tokens of a step, Hq query and H kv heads, D head dimension, N pages.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -144,10 +145,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         )
 
     def _sums(self, sizes: list[int]) -> Tensor:
-        sums = [0]
-        for size in sizes:
-            sums.append(sums[-1] + size)
-        return self._int32(sums)
+        return self._int32(list(accumulate(sizes, initial=0)))
 
     def _int32(self, numbers: list[int]) -> Tensor:
         there = torch.tensor(numbers, dtype=torch.int32, pin_memory=self.device.type == "cuda")
