@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -148,18 +147,13 @@ def quantized_linears(model: nn.Module) -> dict[str, QuantLinear]:
     }
 
 
-def dequantized(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """``model`` with its QuantLinears replaced, in place, by plain linears.
-
-    The plain weight is the dequantized one, in ``dtype`` (by default the model's).
-    """
+def dequantized(model: PreTrainedModel) -> PreTrainedModel:
+    """``model`` with its QuantLinears replaced, in place, by linears of the dequantized weights."""
     for name, module in quantized_linears(model).items():
         linear = nn.Linear(
             module.in_features, module.out_features, bias=module.bias is not None, device="meta"
         )
-        linear.weight = nn.Parameter(
-            module.dequantize().to(dtype or model.dtype), requires_grad=False
-        )
+        linear.weight = nn.Parameter(module.dequantize().to(model.dtype), requires_grad=False)
         if module.bias is not None:
             linear.bias = nn.Parameter(module.bias, requires_grad=False)
         model.set_submodule(name, linear)
