@@ -62,10 +62,9 @@ class Hadamard:
         return y
 
     def _signed(self, x: Tensor) -> Tensor:
-        y = (
-            multiply(x.unflatten(-1, (-1, self.block)), factors(self.block)).flatten(-2)
-            * self.block**-0.5
-        )
+        orders = factors(self.block)
+        assert orders is not None
+        y = multiply(x.unflatten(-1, (-1, self.block)), orders).flatten(-2) * self.block**-0.5
         return y if self.seed is None else y * random_signs(self.n, self.seed).to(y)
 
 
@@ -117,28 +116,15 @@ def largest_order(n: int) -> int:
             f"no Hadamard matrix of order {n}: an order is 1, 2 or a multiple of 4, and none "
             f"divides {n}"
         )
-    return next(d for d in range(n, 0, -1) if n % d == 0 and _cheapest(d) is not None)
-
-
-def factors(n: int) -> tuple[int, ...]:
-    """Orders of dense Hadamard matrices whose Kronecker product has order ``n``.
-
-    Of all such products this one costs least to apply.
-
-    Raises:
-        QtoolError: there is no such product.
-    """
-    found = _cheapest(n)
-    if found is None:
-        raise QtoolError(
-            f"no Hadamard matrix of order {n} is known here (Sylvester, Paley, Williamson and "
-            "their Kronecker products)"
-        )
-    return found
+    return next(d for d in range(n, 0, -1) if n % d == 0 and factors(d) is not None)
 
 
 @cache
-def _cheapest(n: int) -> tuple[int, ...] | None:
+def factors(n: int) -> tuple[int, ...] | None:
+    """Orders of dense Hadamard matrices whose Kronecker product has order ``n``; None: unknown.
+
+    Of all such products this one costs least to apply.
+    """
     if n <= 2:
         return (n,)
     if n % 4:
@@ -146,7 +132,7 @@ def _cheapest(n: int) -> tuple[int, ...] | None:
     best: tuple[int, ...] | None = (n,) if _constructible(n) else None
     for d in range(2, n // 2 + 1):
         if n % d == 0 and _constructible(d):
-            rest = _cheapest(n // d)
+            rest = factors(n // d)
             if rest is not None and (best is None or _cost(d, *rest) < _cost(*best)):
                 best = (d, *rest)
     return best

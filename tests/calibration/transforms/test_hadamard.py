@@ -56,8 +56,7 @@ def test_most_orders_up_to_400_are_known():
 
 
 def test_an_unknown_order_says_so():
-    with pytest.raises(QtoolError, match="no Hadamard matrix of order 668 is known"):
-        factors(668)
+    assert factors(668) is None
     with pytest.raises(QtoolError, match="order 15"):
         Hadamard(15)
     for size in (0, -4, 64.0, "64"):
