@@ -52,7 +52,7 @@ class QuantCacheLayer(DynamicLayer):
         keys: KVQuantizer,
         values: KVQuantizer,
         *,
-        heads: int | None = None,
+        heads: int,
         hands_packed: bool = False,
     ) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class QuantCacheLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         keys, values = self.stored
-        repeats = key_states.shape[1] // (self.heads or key_states.shape[1])
+        repeats = key_states.shape[1] // self.heads
         keys.store(key_states[:, ::repeats])
         values.store(value_states[:, ::repeats])
         if repeats > 1:

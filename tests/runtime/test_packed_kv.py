@@ -65,7 +65,7 @@ def test_values_on_the_grid_come_back_exactly() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stored_bytes_are_bits_per_value_times_values(name: str) -> None:
-    layer = QuantCacheLayer(quantizers()[name], quantizers()[name])
+    layer = QuantCacheLayer(quantizers()[name], quantizers()[name], heads=HEADS)
     x = tokens(64)
     layer.update(x.transpose(1, 2).contiguous().transpose(1, 2), x)
     assert 8 * layer.nbytes == BITS[name] * 2 * x.numel()
@@ -95,7 +95,7 @@ def test_room_grows_by_a_half_in_whole_tiles_and_is_not_given_back_by_a_crop() -
 @pytest.mark.parametrize("name", NAMES)
 def test_batch_order_cropping_and_reset(name: str) -> None:
     def filled() -> QuantCacheLayer:
-        layer = QuantCacheLayer(quantizers()[name], quantizers()[name])
+        layer = QuantCacheLayer(quantizers()[name], quantizers()[name], heads=HEADS)
         layer.update(x, x + 1)
         return layer
 

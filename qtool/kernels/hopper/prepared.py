@@ -62,7 +62,7 @@ class PreparedLinear:
         dtype: torch.dtype,
         out_dtype: torch.dtype,
         *,
-        rotated: bool = False,
+        rotated: bool,
     ) -> None:
         self.n, self.k = n, k = shape
         self.device = weight.scale1.device
