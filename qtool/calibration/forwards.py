@@ -118,11 +118,7 @@ def _require_finite(block: Block, moved: Sequence[tuple[Tensor, torch.dtype]]) -
     """Refuse NaN and Inf in the results of :func:`_move_on`; this waits for a GPU once."""
     if moved and not torch.stack([finite for finite, _ in moved]).all():
         dtype = dtype_name(moved[0][1])
-        hint = (
-            "; it overflows in this model, convert it to bfloat16 first"
-            if dtype == "float16"
-            else ""
-        )
+        hint = "; it overflows in this model, convert it to bfloat16 first" * (dtype == "float16")
         raise QtoolError(
             f"block {block.index}: NaN or Inf in its output on the calibration text, "
             f"in {dtype}{hint}"

@@ -177,18 +177,14 @@ class DigitLayout(Layout):
     def pack_channel(self, param: Tensor) -> Tensor:
         if self.channel_order is None:
             return param
-        return (
-            Permutation(self.n, self.channel_order)
-            .apply(param, digit_sizes(self.n, param.shape[0]))
-            .flatten()
-        )
+        sizes = digit_sizes(self.n, param.shape[0])
+        return Permutation(self.n, self.channel_order).apply(param, sizes).flatten()
 
     def unpack_channel(self, stored: Tensor) -> Tensor:
         if self.channel_order is None:
             return stored
-        return Permutation(self.n, self.channel_order).invert(
-            stored, digit_sizes(self.n, stored.numel())
-        )
+        sizes = digit_sizes(self.n, stored.numel())
+        return Permutation(self.n, self.channel_order).invert(stored, sizes)
 
     def _plan(self, n: int, k: int) -> "_Plan":
         """The byte moves of ``pack``, as single bytes or as runs of bytes that stay together."""

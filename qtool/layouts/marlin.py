@@ -48,19 +48,14 @@ class MarlinLayout(DigitLayout):
     """Digits, plus MARLIN's rule that a parameter with one group is a per-channel one."""
 
     def pack_group(self, param: Tensor) -> Tensor:
-        return (
-            self.pack_channel(param[:, 0])[None]
-            if param.shape[1] == 1
-            else super().pack_group(param)
-        )
+        if param.shape[1] == 1:
+            return self.pack_channel(param[:, 0])[None]
+        return super().pack_group(param)
 
     def unpack_group(self, stored: Tensor, n: int) -> Tensor:
-        one_group = stored.numel() == n
-        return (
-            self.unpack_channel(stored.flatten())[:, None]
-            if one_group
-            else super().unpack_group(stored, n)
-        )
+        if stored.numel() == n:
+            return self.unpack_channel(stored.flatten())[:, None]
+        return super().unpack_group(stored, n)
 
 
 MARLIN = MarlinLayout(

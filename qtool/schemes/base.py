@@ -300,12 +300,11 @@ class Scheme(ABC):
 
         Parameters that all channels share are taken from the first weight.
         """
-        first = parts[0]
+        if len(parts) == 1:
+            return dict(parts[0])
         return {
-            name: t
-            if name in self.shared_params or len(parts) == 1
-            else torch.cat([part[name] for part in parts])
-            for name, t in first.items()
+            name: t if name in self.shared_params else torch.cat([part[name] for part in parts])
+            for name, t in parts[0].items()
         }
 
     def split_params(self, params: Params, count: int) -> list[Params]:

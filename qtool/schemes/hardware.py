@@ -110,15 +110,11 @@ def gpu(name: str) -> Gpu:
 
 def choose_w4a4(target: Gpu) -> Choice:
     """``g128`` or ``mix`` for W4A4 on ``target`` (APEX4 section 3.2.2)."""
-    fact = (
-        f"{'INT4' if target.has_int4 else 'INT8'} tensor cores : FP32 CUDA cores = {target.rho:g} "
-        f"on {target.name}"
-    )
-    advice = (
-        ""
-        if target.has_int4
-        else f"; {target.name} has no INT4 tensor cores: W4A8 runs on the same ones and loses less"
-    )
+    kind, name, advice = "INT4", target.name, ""
+    if not target.has_int4:
+        kind = "INT8"
+        advice = f"; {name} has no INT4 tensor cores: W4A8 runs on the same ones and loses less"
+    fact = f"{kind} tensor cores : FP32 CUDA cores = {target.rho:g} on {name}"
     if target.rho <= GROUP_RATIO:
         reason = f"{fact}, at most {GROUP_RATIO}: scaling groups of 128 hides behind the mma"
         return Choice("g128", reason + advice)

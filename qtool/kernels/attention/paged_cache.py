@@ -63,16 +63,13 @@ class PagedCache:
         token_bytes = self.dim * self.bits // 8
         sizes = [TOKENS * token_bytes] * 2 + [2 * TOKENS] * 4
         codes = torch.uint8 if self.bits == 4 else torch.int8
-        each = [
-            part.view(codes).unflatten(2, (TOKENS, token_bytes))
-            if i < 2
-            else part.view(torch.float16).unsqueeze(3)
-            for i, part in enumerate(self.pages.split(sizes, 2))
-        ]
+        parts = self.pages.split(sizes, 2)
+        k, v = (part.view(codes).unflatten(2, (TOKENS, token_bytes)) for part in parts[:2])
         if self.bits == 8:
-            return {"codes": each[0]}, {"codes": each[1]}
-        keys = {"codes": each[0], "scale": each[2], "zero": each[3]}
-        return keys, {"codes": each[1], "scale": each[4], "zero": each[5]}
+            return {"codes": k}, {"codes": v}
+        each = [part.view(torch.float16).unsqueeze(3) for part in parts[2:]]
+        keys = {"codes": k, "scale": each[0], "zero": each[1]}
+        return keys, {"codes": v, "scale": each[2], "zero": each[3]}
 
     def dense(self, table: Tensor) -> tuple[PackedCache, PackedCache]:
         """Copies of the keys and values of sequences ``table [B, M]``, capacity ``64 M``."""

@@ -162,16 +162,12 @@ class Distill(Rounding):
         def size(target: Tensor | None) -> float:
             if target is None:
                 return 0.0
-            return (
-                float(target.double().square().sum())
-                if self.loss == "mse"
-                else target.numel() / target.shape[-1]
-            )
+            if self.loss == "mse":
+                return float(target.double().square().sum())
+            return target.numel() / target.shape[-1]
 
-        return [
-            sum(of_all)
-            for of_all in zip(*ranks.all_gather([size(target) for target in targets]), strict=True)
-        ]
+        of_ranks = ranks.all_gather([size(target) for target in targets])
+        return [sum(of_batch) for of_batch in zip(*of_ranks, strict=True)]
 
     def student(self, block: Block, batches: Sequence[Batch]) -> Block:
         """A copy of ``block`` whose linears learn, from the codes of the rounding :attr:`start`."""

@@ -177,14 +177,11 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         steps, step, keep = ctx.saved_tensors
-        find = (
-            straight_through_triton.gradients
-            if straight_through_triton.runs_on(steps)
-            else straight_through
-        )
-        to_steps, to_gain, to_shift = find(
-            steps, step, keep, gradients[0].view(steps.shape), ctx.grid
-        )
+        find = straight_through
+        if straight_through_triton.runs_on(steps):
+            find = straight_through_triton.gradients
+        gradient = gradients[0].view(steps.shape)
+        to_steps, to_gain, to_shift = find(steps, step, keep, gradient, ctx.grid)
         to_gain = to_gain.view(*ctx.per_group, -1).sum(-1)
         shift_learns = ctx.needs_input_grad[3]
         return to_steps, None, to_gain, to_shift if shift_learns else None, None, None, None
