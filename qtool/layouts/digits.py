@@ -56,6 +56,5 @@ class Permutation:
         """Inverse of :meth:`apply`, flat."""
         names = order_names(self.order)
         view = stored.reshape([sizes[name] for name in names])
-        return view.permute([names.index(name) for name, _ in parse_digits(self.source)]).reshape(
-            -1
-        )
+        places = [names.index(name) for name, _ in parse_digits(self.source)]
+        return view.permute(places).reshape(-1)

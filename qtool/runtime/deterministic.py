@@ -157,9 +157,8 @@ def attention(
                 own = slice(head, head + step) if mask.shape[1] > 1 else slice(None)
                 here = mask[item, own, :, some]
             weights = _masked_softmax(scores, here)
-            out[item, mine, some] = (
-                (weights.flatten(1, 2) @ v[:, :seen]).view(*part.shape[:3], -1).flatten(0, 1)
-            )
+            found = (weights.flatten(1, 2) @ v[:, :seen]).view(*part.shape[:3], -1)
+            out[item, mine, some] = found.flatten(0, 1)
     return out
 
 

@@ -125,9 +125,8 @@ class KV4(KVQuantizer):
 
     def dequantize(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
         codes = unpack_nibbles(packed["codes"]).float()
-        return (
-            (codes - packed["zero"].float()) * packed["scale"].float() + self._offset(codes)
-        ).to(dtype)
+        values = (codes - packed["zero"].float()) * packed["scale"].float() + self._offset(codes)
+        return values.to(dtype)
 
     def centred(self, x: Tensor) -> Tensor:
         """``x [B, H, T, D]`` less the offset, float32, which is what the codes stand for."""
@@ -166,10 +165,8 @@ class KV4Channel(KVQuantizer):
 
     def dequantize(self, packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
         codes = unpack_nibbles(packed["codes"]).float().unflatten(2, (-1, self.tokens))
-        values = (codes - packed["zero"].float().unsqueeze(3)) * packed["scale"].float().unsqueeze(
-            3
-        )
-        return values.flatten(2, 3).to(dtype)
+        scale, zero = (packed[name].float().unsqueeze(3) for name in ("scale", "zero"))
+        return ((codes - zero) * scale).flatten(2, 3).to(dtype)
 
 
 def quantize_asymmetric(

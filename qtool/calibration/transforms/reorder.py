@@ -106,10 +106,8 @@ def order_in_heads(block: Block, amax: Tensor) -> Tensor:
     The query heads of one kv head get the same order.
     """
     dim = block.heads.dim
-    # [Hq, D]
-    order = (
-        per_kv_head(amax, block.heads).view(-1, dim).argsort(stable=True, dim=1, descending=True)
-    )
+    by_head = per_kv_head(amax, block.heads).view(-1, dim)  # [Hq, D]
+    order = by_head.argsort(stable=True, dim=1, descending=True)
     return (order + dim * torch.arange(len(order), device=order.device)[:, None]).flatten()
 
 

@@ -224,9 +224,9 @@ class Rotate(Transform):
         return norm if norm.bias is None else replace(norm, bias=self._rows(norm.bias))
 
     def _rows(self, rows: Tensor) -> Tensor:
-        return (
-            self.rotation(rows.shape[-1])(rows.double()).to(rows.dtype) if self.residual else rows
-        )
+        if not self.residual:
+            return rows
+        return self.rotation(rows.shape[-1])(rows.double()).to(rows.dtype)
 
     def rotation(self, hidden: int) -> Hadamard | Dense:
         """The ``Q [H, H]`` of the residual stream."""

@@ -256,11 +256,8 @@ def fold(block: Block, transform: KeyTransform) -> None:
 
     def change(apply: Any, rows: Tensor, shared: int) -> Tensor:
         by_head = rows.double().view(heads.kv, shared, heads.dim, -1)  # [Hkv, heads of it, D, K]
-        return (
-            apply(by_head.permute(1, 3, 0, 2)[..., None, :])[..., 0, :]
-            .permute(2, 0, 3, 1)
-            .reshape(rows.shape)
-        )
+        changed = apply(by_head.permute(1, 3, 0, 2)[..., None, :])[..., 0, :]
+        return changed.permute(2, 0, 3, 1).reshape(rows.shape)
 
     block.change_rows(attention.k, lambda rows: change(exact.keys, rows, 1))
     block.change_rows(attention.q, lambda rows: change(exact.queries, rows, group))

@@ -114,6 +114,5 @@ def unpack_tokens(x: Tensor, eight_bit: Tensor | None) -> Tensor:
     if eight_bit is None:
         return codes
     blocks = x.view(torch.int8).unflatten(1, (-1, BLOCK))
-    return torch.where(eight_bit.bool()[:, None], blocks, codes.unflatten(1, (-1, BLOCK))).flatten(
-        1
-    )
+    narrow = codes.unflatten(1, (-1, BLOCK))
+    return torch.where(eight_bit.bool()[:, None], blocks, narrow).flatten(1)

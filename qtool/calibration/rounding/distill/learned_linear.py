@@ -74,10 +74,8 @@ class LearnedLinear(nn.Module):
         #: the step ``[N, G, 1]`` of the grid that learning starts from
         self.step = scheme.grid(start.params).step[..., None]
         reach = START_WITHIN * self.step
-        change = (
-            scheme.groups((linear.weight if weight is None else weight).detach().float()) - value
-        )
-        near = value + torch.minimum(torch.maximum(change, -reach), reach)
+        exact = scheme.groups((linear.weight if weight is None else weight).detach().float())
+        near = value + (exact - value).clamp(-reach, reach)
         near = near if self.keep is None else near * self.keep
         self.steps = nn.Parameter(near / self.step)
         self.scale = float_scale(start.params)
