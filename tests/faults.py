@@ -114,7 +114,7 @@ FAULTS = [
             "tests/schemes/test_lqq.py",
         ),
         (
-            "qtool/schemes/arithmetic/level1.py",
+            "qtool/schemes/two_level.py",
             "PROTECTIVE_MAX = 119",
             "PROTECTIVE_MAX = 127",
             "tests/schemes/test_qoq.py",

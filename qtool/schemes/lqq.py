@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from qtool.schemes import lqq_triton
-from qtool.schemes.arithmetic.level1 import PROTECTIVE_MAX, TwoLevel, fit_level1, quantize_level1
 from qtool.schemes.base import ClipRatio, Grid, Params, require
+from qtool.schemes.two_level import PROTECTIVE_MAX, TwoLevel, fit_level1, quantize_level1
 
 
 class LiquidQuant(TwoLevel):

@@ -21,8 +21,8 @@ this; GPTQ may choose any code, so the grid's bounds exclude codes beyond it.
 import torch
 from torch import Tensor
 
-from qtool.schemes.arithmetic.level1 import TwoLevel, fit_level1, quantize_level1
 from qtool.schemes.base import ClipRatio, Grid, Params, require
+from qtool.schemes.two_level import TwoLevel, fit_level1, quantize_level1
 
 
 class ProgressiveQoQ(TwoLevel):
