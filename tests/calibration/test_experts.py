@@ -205,9 +205,9 @@ def test_experts_that_are_told_no_routing_observe_what_goes_to_them():
 
 def test_experts_that_are_told_no_routing_are_given_no_tokens(tmp_path):
     model = save_tiny("llama4_text", tmp_path / "model")
-    ids = torch.arange(3, 67).view(2, 32)
+    ids = torch.arange(3, 259).view(8, 32)
     done = qtool.quantize(
-        model, "w4a16", recipe=CALIBRATED, out=tmp_path / "out", calibration=ids, samples=2
+        model, "w4a16", recipe=CALIBRATED, out=tmp_path / "out", calibration=ids, samples=8
     )
     for notes in json.loads((done.directory / "qtool.json").read_text())["blocks"]:
         assert NOTE not in notes and ALONE not in notes
@@ -229,7 +229,7 @@ def test_experts_of_other_forms_rotate_what_down_reads(kind, experts, rounding, 
     assert f"{experts}.experts.*.down_proj" in stored["rotated"]
     assert not [row for row in verify(done.directory) if row.problem]
     expected, found = (load(folder)(ids).logits for folder in (model, done.directory))
-    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert (found - expected).norm() < 0.1 * expected.norm()
 
 
 def test_transforms_leave_starved_experts_to_themselves(starved, blocks):

@@ -378,7 +378,10 @@ def deterministic() -> Iterator[None]:
 
 
 def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:
-    """Save a random model of ``model_type``, with random norms and biases too."""
+    """Save a random model of ``model_type``, with random norms and biases too.
+
+    Its linears keep the size of their inputs, so that logits depend on each of them.
+    """
     torch.manual_seed(0)
     config = tiny_config(model_type, **changes)
     with torch.device("meta"):
@@ -388,11 +391,11 @@ def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:
     with deterministic():
         model = auto_class(config).from_config(config).eval()
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 and not name.endswith(("A_log", "dt_bias")):
+        if name.endswith(("A_log", "dt_bias")):
+            continue
+        if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        elif (
-            parameter.dim() > 1 and not float(parameter.detach().std()) > 0
-        ):  # constant or never set
-            torch.nn.init.normal_(parameter, std=0.02)
+        elif parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     model.save_pretrained(directory)
     return directory
