@@ -397,5 +397,8 @@ def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module._fill_padding_idx_with_zero()  # Youtu's class does when it loads
     model.save_pretrained(directory)
     return directory
