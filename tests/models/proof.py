@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -17,11 +18,15 @@ from transformers import AutoConfig, CompressedTensorsConfig, PreTrainedModel
 
 import qtool
 from qtool import recipes
+from qtool.calibration.block import Block
+from qtool.calibration.transforms.folding import fold_factor, per_kv_head
+from qtool.calibration.transforms.smooth import Smooth
 from qtool.io.source import Checkpoint
 from qtool.models import Family, family_of
 from qtool.models.auto import auto_class, text_model
 from qtool.models.describe import kinds_of_blocks
 from qtool.models.experts import expert_tensors, is_experts
+from qtool.models.parts import Fold
 from qtool.pipeline import quantize as pipeline
 from qtool.pipeline.quantize import Calibration
 from qtool.runtime.huggingface import quantized_linears
@@ -101,14 +106,29 @@ def windows(source: Path) -> Tensor:
 
 @torch.no_grad()
 def transforms_keep_logits(source: Path, out: Path, scheme: str = "w4a16") -> None:
-    """What ``best`` does to a model before it rounds leaves the function as it was."""
+    """What ``best`` does to a model before it rounds leaves the function as it was.
+
+    Each group gets a random smoothing factor, since nothing is searched where nothing is rounded.
+    """
     best = recipes.load(scheme, "best")
     layers = tuple(replace(rule, scheme=None, layout=None) for rule in best.layers)
     rounding = recipes.load(scheme, "fast").rounding
     recipe = replace(best, variant="transforms", layers=layers, rounding=rounding)
-    pipeline.quantize(Checkpoint(source), recipe, out, calibration=Calibration([windows(source)]))
+    text = Calibration([windows(source)])
+    with patch.object(Smooth, "apply", smooth_randomly):
+        pipeline.quantize(Checkpoint(source), recipe, out, calibration=text)
     error = distance(logits(qtool.load(out)), logits(qtool.load(source)))
     assert error < TOLERANCE, f"logits moved by {error:.1e}"
+
+
+def smooth_randomly(_: Smooth, block: Block, batches: object) -> None:
+    """Fold a random factor into each group of linears that may have one."""
+    random = torch.Generator().manual_seed(block.index)
+    for group in [group for group in block.family.folds() if group.fold.value in Smooth.groups]:
+        factor = 0.5 + torch.rand(block.weight(group.linears[0]).shape[1], generator=random)
+        if group.fold is Fold.HEADS:
+            factor = per_kv_head(factor, block.heads)
+        fold_factor(block, group, factor)
 
 
 @torch.no_grad()
