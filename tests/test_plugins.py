@@ -318,6 +318,29 @@ def test_what_a_method_returns_wrongly_is_named(
             qtool.quantize(make_model(), recipe=recipe, calibration=ids, out=tmp_path / "out")
 
 
+@pytest.mark.parametrize("function", ["apply", "round"])
+def test_a_method_that_fails_is_named_and_what_is_written_is_kept(
+    function: str, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = transform(lambda _: None)
+    kind: Any = TRANSFORMS["mine"] if function == "apply" else RoundToNearest
+    right = getattr(kind, function)
+
+    def fails(method: Any, block: Block, batches: Any) -> Any:
+        return right(method, block, batches) if block.index < 1 else 1 / 0
+
+    model, out = make_model(), tmp_path / "out"
+    monkeypatch.setattr(kind, function, fails)
+    said = rf"(mine|rtn): {function} fails on block 1 \(ZeroDivisionError: division by zero\)"
+    with pytest.raises(QtoolError, match=said) as raised:
+        qtool.quantize(model, recipe=recipe, out=out)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    with pytest.raises(QtoolError, match="holds an unfinished run"):
+        qtool.quantize(model, recipe=recipe, out=out)
+    monkeypatch.setattr(kind, function, right)
+    qtool.quantize(model, recipe=recipe, out=out, resume=True)
+
+
 def test_an_order_of_inputs_in_16_bits_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
     recipe = transform(lambda block: block.permute("mlp.up_proj", torch.arange(128)))
     recipe["layers"] = [{"match": "up_proj", "scheme": None}, *recipe["layers"]]

@@ -69,21 +69,22 @@ def refusal(error: Exception) -> str:
 
 @contextmanager
 def running(
-    advice: str = "", *, fails: str = "transformers cannot run the model of config.json"
+    advice: str = "",
+    *,
+    fails: str = "transformers cannot run the model of config.json",
+    kind: type[QtoolError] = QtoolError,
 ) -> Iterator[None]:
     """Put what a model's own forward raises while open into a sentence, with ``advice`` after it.
 
     Raises:
-        QtoolError: what ``fails``, and what it says.
+        kind: what ``fails``, and what it says.
     """
     try:
         yield
     except (QtoolError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a model's own code raises
-        raise QtoolError(
-            f"{fails} ({type(error).__name__}: {in_one_line(error)}){advice}"
-        ) from error
+        raise kind(f"{fails} ({type(error).__name__}: {in_one_line(error)}){advice}") from error
 
 
 def auto_class(config: Any) -> Any:

@@ -39,6 +39,7 @@ from qtool.pipeline.streaming.method_checks import (
     naming_too_large,
     require_packable,
     require_stored,
+    running_method,
 )
 from qtool.pipeline.streaming.packing import install_packed, packed
 from qtool.pipeline.streaming.snapshots import Snapshots
@@ -169,6 +170,7 @@ class BuiltBlocks:
             quantized_kv(block, job.format.kv, constants),
             phase("rounding"),
             naming_too_large(block, prefix),
+            running_method(job.rounding, "round", index),
         ):
             rounded = job.rounding.round(block, self.batches)
         require_packable(job.rounding.name, rounded, formats, job.linears(index))

@@ -1,7 +1,7 @@
 """Checks what methods return and leave behind, also methods of other packages."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -9,24 +9,35 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
-from qtool.calibration.method import Transform
+from qtool.calibration.method import Method, Transform
 from qtool.calibration.rounding.rounded import Rounded, stacked
-from qtool.errors import CheckFailed, QtoolError, checking, suggest
+from qtool.errors import CheckFailed, Interrupted, QtoolError, checking, suggest
 from qtool.format import LinearFormat
 from qtool.io.finite import is_finite
 from qtool.models.architecture import dtype_name
+from qtool.models.auto import running
 from qtool.pipeline.job import Job
 from qtool.plugins import is_of, require_returned
 from qtool.schemes.base import ClipRatio, Scheme
+
+
+def running_method(method: Method, function: str, index: int) -> AbstractContextManager[None]:
+    """Name ``function`` of ``method`` and block ``index`` in what the function raises while open.
+
+    The run is only interrupted: its blocks are kept for one with the function corrected.
+    """
+    return running(fails=f"{method.name}: {function} fails on block {index}", kind=Interrupted)
 
 
 def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job) -> None:
     """Let ``transform`` rewrite ``block`` in place.
 
     Raises:
-        QtoolError: the transform returns something instead, or gives a tensor another shape.
+        QtoolError: the transform fails, returns something, or gives a tensor another shape.
     """
-    if (returned := transform.apply(block, batches)) is not None:  # type: ignore[func-returns-value]
+    with running_method(transform, "apply", block.index):
+        returned = transform.apply(block, batches)  # type: ignore[func-returns-value]
+    if returned is not None:
         raise QtoolError(
             f"{transform.name}: apply returns {type(returned).__name__}; it is to rewrite the block"
             " in place and to return None"
