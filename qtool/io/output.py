@@ -107,6 +107,7 @@ class Output:
         self.records: dict[int, dict[str, Any]] = {}
         self.identity = json.loads(json.dumps(identity))
         self.lock: IO[str] | None = None
+        self.made: list[Path] = []  # directories above OUT, the innermost first
         self.finished = resume and _finished(directory, self.identity)
         self.continued = self.partial.exists()
         if ranks.rank() == 0:
@@ -125,6 +126,7 @@ class Output:
         require_new(directory)
         if self.partial.exists() and not resume:
             self._remove_refused()
+        self.made = [parent for parent in directory.parents if not parent.exists()]
         (self.partial / RUN).mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.partial / RUN / LOCK, self.partial)
         for unfinished in (*self.partial.glob("*.tmp"), *(self.partial / RUN).glob("*.tmp")):
@@ -317,9 +319,12 @@ class Output:
         self.close()
 
     def close(self) -> None:
-        """Release the directory for another run."""
+        """Release the directory for another run; directories made above it go if they are empty."""
         if self.lock is not None:
             self.lock.close()
+        with contextlib.suppress(OSError):  # not empty
+            for parent in self.made:
+                parent.rmdir()
 
 
 def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:

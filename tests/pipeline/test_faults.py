@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import qtool
 from qtool import plugins, recipes
 from qtool.calibration.rounding.gptq import rounding
 from qtool.errors import QtoolError
@@ -24,7 +25,7 @@ from qtool.pipeline.planning.memory import activation_bytes, working_bytes
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import activations, streamed_blocks
 from qtool.pipeline.streaming.shards import Shards
-from tests.conftest import save_model
+from tests.conftest import MakeModel, save_model
 
 RECIPE: dict[str, Any] = {
     "scheme": "w4a8-lqq",
@@ -58,7 +59,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     return files(run(source, tmp_path_factory.mktemp("whole") / "out"))
 
 
-class _Stopped(Exception):
+class _Stopped(BaseException):
     pass
 
 
@@ -170,6 +171,14 @@ def test_a_run_that_was_refused_before_its_first_shard_leaves_nothing(  # type: 
     with pytest.raises(QtoolError, match="no such embedding"):
         run(source, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
+
+
+def test_directories_above_a_refused_run_go_with_it(make_model: MakeModel, tmp_path: Path) -> None:
+    bad = [[10**6] * 64]  # no token of the model
+    with pytest.raises(QtoolError, match="token"):
+        out = tmp_path / "new" / "deep" / "out"
+        qtool.quantize(make_model(), "w4a8-lqq", calibration=bad, samples=1, out=out)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_refused_run_that_is_resumed_and_killed_is_kept(  # type: ignore[no-untyped-def]
