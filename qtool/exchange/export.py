@@ -178,9 +178,13 @@ class _Export(Conversion):
     def _linear(self, name: str, codes: torch.Tensor, params: Params) -> Tensors:
         disk = self.family.disk_name(name)
         stored = self.target.tensors(self.formats[name], codes, params)
-        for part, tensor in require_returned(
-            self.target, "tensors", stored, dict[str, Tensor]
-        ).items():
+        stored = require_returned(self.target, "tensors", stored, dict[str, Tensor])
+        if "bias" in stored and f"{name}.bias" in self.source:
+            raise QtoolError(
+                f"{self.target.name}: tensors returns a bias for {name}, whose own bias is stored"
+                " under that name"
+            )
+        for part, tensor in stored.items():
             yield f"{disk}.{part}", tensor
 
     def _on_disk(self, read: Callable[[str], Tensors], owner: str) -> Tensors:

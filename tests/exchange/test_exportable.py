@@ -289,6 +289,19 @@ def test_a_format_from_outside(
         export(native, "listed", tmp_path / "listed")
 
 
+def test_a_format_has_no_bias_beside_the_linears_own(make_model: MakeModel, tmp_path: Path) -> None:
+    class Biased(Gptq):
+        def tensors(self, found: LinearFormat, codes: Tensor, params: Params) -> dict[str, Tensor]:
+            bias = torch.zeros(len(codes), device=codes.device)
+            return super().tensors(found, codes, params) | {"bias": bias}
+
+    register_export(Biased("biased", "gptq_v2", "it has biases of its own"))
+    native = qtool.quantize(make_model("qwen2"), "w4a16", out=tmp_path / "native")
+    said = r"biased: tensors returns a bias for \S*q_proj, whose own bias is stored under that name"
+    with pytest.raises(QtoolError, match=said):
+        export(Path(native), "biased", tmp_path / "biased")
+
+
 class Dense(ExportFormat):
     """The weights themselves, which a loader reads as they lie there."""
 
