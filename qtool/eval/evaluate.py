@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qtool.data import corpora
-from qtool.errors import require_count
+from qtool.errors import QtoolError, require_count
 from qtool.eval.engine import Model, engine_name
 from qtool.eval.perplexity import SEQLEN, perplexity
 from qtool.eval.results import Metric, Results, TaskResult
@@ -81,7 +81,7 @@ def load_tasks(
 
     Raises:
         QtoolError: as :func:`qtool.data.corpora.load` and :func:`qtool.eval.zero_shot.load` do, or
-            ``data_dir`` does not exist.
+            ``data_dir`` does not exist; or a task is a YAML file.
     """
     require_count("batch_size", batch_size)
     require_count("seqlen", seqlen, 2)
@@ -100,6 +100,11 @@ def load_tasks(
     names = list(dict.fromkeys(tasks))
     sharing = Counter(Path(name).name for name in names)
     for name in names:
+        if Path(name).suffix in (".yaml", ".yml"):
+            raise QtoolError(
+                f"{name}: a YAML file is neither a text nor the name of a task; lm-eval's own"
+                " command line takes it, `python -m qtool.lm_eval --include_path DIR --tasks NAME`"
+            )
         if corpora.is_corpus(name):
             corpus = corpora.load(name, split=corpora.TEST, data_dir=data_dir)
             if sharing[corpus.name] > 1:  # files with the same name in several folders

@@ -11,7 +11,7 @@ import torch
 
 from qtool.errors import QtoolError
 from qtool.eval.compare import compare, table
-from qtool.eval.evaluate import evaluate
+from qtool.eval.evaluate import evaluate, load_tasks
 from qtool.eval.results import Metric, Results, TaskResult, from_json
 
 from .conftest import make_model
@@ -180,6 +180,15 @@ def test_a_misspelt_last_name_or_a_wrong_limit_stops_before_any_work(tokenizer, 
         evaluate(["c4", "absent.txt"], None, tokenizer, data_dir=data_dir)
     with pytest.raises(QtoolError, match="limit 0: a whole number of at least 1"):
         evaluate(["c4"], None, tokenizer, data_dir=data_dir, limit=0)
+
+
+def test_a_yaml_file_is_neither_a_text_nor_a_task(tokenizer, tmp_path):
+    (tmp_path / "mine.yaml").write_text("task: mine")
+    with pytest.raises(
+        QtoolError,
+        match=r"mine\.yaml: a YAML .* `python -m qtool\.lm_eval",
+    ):
+        load_tasks([str(tmp_path / "mine.yaml")], tokenizer)
 
 
 def test_a_missing_data_directory_is_refused_by_tasks_that_need_none(model, tokenizer, tmp_path):
