@@ -1,5 +1,6 @@
 """Small models for every room's tests: random weights, real transformers architectures."""
 
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -25,6 +26,16 @@ on_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
     reason="needs a Hopper GPU (sm_90)",
 )
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """A command in a test sets qtool's log up; the next test finds it as it was."""
+    log = logging.getLogger("qtool")
+    before = log.handlers, log.propagate, log.level
+    yield
+    log.handlers, log.propagate = before[:2]
+    log.setLevel(before[2])
 
 
 @pytest.hookimpl(tryfirst=True)
