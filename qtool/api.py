@@ -228,7 +228,7 @@ def plan(
         text=calibration,
         device_memory=device_memory,
         device=str(device),
-        gpus=gpus,
+        gpus=plain(gpus),
     )
 
 
@@ -356,6 +356,7 @@ def verify(
     from qtool.pipeline.verify import verify as verified
 
     require_progress(progress)
+    tensor_parallel = plain(tensor_parallel)
     require_engine(_engine(engine), tensor_parallel)
     directory = native_directory(model)
     if engine is not None:
@@ -490,7 +491,8 @@ def export(
     directory = native_directory(model)
     target = default_out(model, format) if out is None else require_new_path("out", out)
     require_apart(target, directory)
-    return exported(directory, format, target, tensor_parallel=tensor_parallel, progress=progress)
+    split = plain(tensor_parallel)
+    return exported(directory, format, target, tensor_parallel=split, progress=progress)
 
 
 def import_(

@@ -154,7 +154,7 @@ def require_names(name: str, value: object) -> list[str]:
         QtoolError: it is neither a name nor a list of names; naming it.
     """
     names = [value] if isinstance(value, str | PathLike) else value
-    if not isinstance(names, Iterable):
+    if not isinstance(names, Iterable) or isinstance(names, Mapping):
         raise QtoolError(f"{name} {value!r}: a name or a list of names is expected")
     found: list[str] = []
     for one in names:

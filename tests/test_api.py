@@ -326,6 +326,9 @@ def test_numbers_may_be_numpys(tmp_path: Path) -> None:
     asked: Any = {"limit": one, "seqlen": size, "save": True}
     results, _ = qtool.evaluate("demo", made.directory, **asked)
     assert results["demo"].samples == 1
+    assert qtool.plan("demo", "w4a16", gpus=two).output_bytes  # type: ignore[arg-type]
+    assert qtool.verify(made, tensor_parallel=one)  # type: ignore[arg-type]
+    qtool.export(made, "compressed-tensors", tensor_parallel=two)  # type: ignore[arg-type]
 
 
 def test_a_plan_of_a_directory_and_of_a_model_in_memory(make_model: MakeModel) -> None:
@@ -475,7 +478,9 @@ def test_a_value_that_an_option_cannot_have(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("tasks", "named"), [(None, "None"), (3, "3"), (["demo", 3], "3")])
+@pytest.mark.parametrize(
+    ("tasks", "named"), [(None, "None"), (3, "3"), (["demo", 3], "3"), ({}, "{}")]
+)
 def test_what_is_no_name_of_a_task_is_refused(tasks: Any, named: str) -> None:
     with pytest.raises(QtoolError, match=rf"tasks {named}: a name or a list of names is expected"):
         qtool.evaluate(tasks, "demo")
@@ -538,6 +543,8 @@ def test_values_that_evaluation_and_export_cannot_have(tmp_path: Path) -> None:
         qtool.evaluate("demo", None)  # type: ignore[arg-type]
     with pytest.raises(QtoolError, match="batch_size 0: a whole number"):
         qtool.evaluate("demo", "demo", batch_size=0)
+    with pytest.raises(QtoolError, match="--tensor-parallel True: a whole number of at least 1"):
+        qtool.verify("demo", tensor_parallel=True)
     with pytest.raises(QtoolError, match="options: seqlen is '64'; int is expected"):
         qtool.evaluate("demo", "demo", seqlen="64")  # type: ignore[arg-type]
     with pytest.raises(QtoolError, match="options: deterministic is 5; bool is expected"):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qtool.data import corpora, text_files
 from qtool.data.chat import Row
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, plain
 
 if TYPE_CHECKING:
     import datasets
@@ -75,6 +75,7 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
         return _token_ids(given)
     if hasattr(given, "column_names"):
         return _data_set(given)
+    given = plain(given)
     if all(isinstance(text, str) for text in given):
         return _documents("texts", list(given))  # type: ignore[arg-type]
     if all(type(number) is int for number in given):

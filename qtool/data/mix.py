@@ -26,7 +26,7 @@ from torch import Tensor
 
 from qtool.data import corpora
 from qtool.data.calibration_input import CalibrationInput, Documents, TokenIds, parse, require_data
-from qtool.errors import QtoolError, expand_home, require_count
+from qtool.errors import QtoolError, expand_home, plain, require_count
 
 CalibrationMix: TypeAlias = (
     "CalibrationInput | Mapping[str, int | None] | Sequence[tuple[CalibrationInput, int | None]]"
@@ -115,9 +115,9 @@ def _split(given: Any) -> _Numbered:
             "padding"
         )
     if isinstance(given, Mapping) and not hasattr(given, "column_names"):
-        return list(given.items()) or [(given, None)]
+        return list(plain(given).items()) or [(given, None)]
     if isinstance(given, Sequence) and given and all(map(_is_pair, given)):
-        return list(given)
+        return [(data, plain(number)) for data, number in given]
     return [(given, None)]
 
 

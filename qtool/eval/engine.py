@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, require_count
 
 
 class Engine(ABC):
@@ -79,6 +79,7 @@ def require_engine(
     engine: type[Engine] | None, tensor_parallel: int, **others: str | bool | None
 ) -> None:
     """Refuse an engine that is not installed, and options ``others`` that it does not support."""
+    require_count("--tensor-parallel", tensor_parallel)
     if engine is None:
         if tensor_parallel != 1:
             raise QtoolError(f"--tensor-parallel {tensor_parallel} is for --engine vllm")

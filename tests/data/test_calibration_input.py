@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow
 import pytest
 import torch
@@ -66,6 +67,8 @@ def test_a_corpus_is_not_read_before_it_is_needed(tmp_path: Path) -> None:
         ([[1, 2], [3, 4]], [[1, 2], [3, 4]]),
         (torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), [[1, 2], [3, 4]]),
         ([[1, 2], [3]], [1, 2, 3]),
+        ([np.int64(1), np.int64(2)], [1, 2]),
+        ([[np.int64(1), np.int64(2)]], [[1, 2]]),
     ],
 )
 def test_token_ids(given: Any, expected: Any) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +45,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"b,c.txt": 3, "d:7": 2}, [("b,c.txt", 3), ("d:7", 2)]),
         ({"b,c.txt": None, "c4": None}, [("b,c.txt", 64), ("c4", 64)]),
         ([(["one"], 3), (IDS, 2)], [("texts", 3), ("token ids", 2)]),
+        ({"c4": np.int64(3)}, [("c4", 3)]),
+        ([(["one"], np.int64(3))], [("texts", 3)]),
         ([(1, 2), (3, 4)], [("token ids", 128)]),
     ],
 )
