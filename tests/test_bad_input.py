@@ -256,7 +256,7 @@ def test_sizes_of_one_family(refused, make_model: MakeModel) -> None:  # type: i
     edit_config(model, head_dim="64")
     refused("head_dim is '64'", model)
     edit_config(model, head_dim=None, intermediate_size=None)
-    refused("the size 'inter' of a Llama model is None", model)
+    refused("the size 'inter' of this Llama model is None", model)
     edit_config(model, model_type="mixtral")
     refused("does not hold the sizes of Mixtral: it has no num_experts", model)
     edit_config(model, model_type=["llama"])
@@ -280,7 +280,7 @@ def test_wrong_shape_dtype_and_tensors(refused, make_model: MakeModel) -> None: 
     refused(f"{DOWN}: dtype torch.int8 found", model)
     rewrite(model, DOWN, torch.zeros(128, 384))
     rewrite(model, "model.layers.0.mlp.extra.weight", torch.zeros(2))
-    refused("model.layers.0.mlp.extra.weight: not a tensor of a Llama model of 2 blocks; ", model)
+    refused("model.layers.0.mlp.extra.weight: not a tensor of Llama models of 2 blocks; ", model)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_wrong_shape_dtype_and_tensors(refused, make_model: MakeModel) -> None: 
         ({"num_key_value_heads": 4}, "k_proj.weight: shape [64, 128] found, [128, 128] expected"),
         ({"head_dim": 16}, "q_proj.weight: shape [128, 128] found, [64, 128] expected"),
         ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
-        ({"num_hidden_layers": 1}, "not a tensor of a Llama model of 1 blocks"),
+        ({"num_hidden_layers": 1}, "not a tensor of Llama models of 1 blocks"),
     ],
 )
 def test_sizes_that_the_weights_contradict(  # type: ignore[no-untyped-def]

@@ -115,7 +115,7 @@ class Transform(Method):
             QtoolError: if the family cannot have this transform; the message says why.
         """
         if reason := family.refuses.get(self.name):
-            raise QtoolError(f"{self.name}: a {family.name} model cannot have it: {reason}")
+            raise QtoolError(f"{self.name}: {family.name} models cannot have it: {reason}")
 
     def permutes(self, family: Family) -> tuple[str, ...]:
         """Linears of a block that will store an input permutation (``block.permutations``)."""

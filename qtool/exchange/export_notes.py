@@ -28,7 +28,7 @@ def export_notes(
     quantized = dict.fromkeys(found for found in formats.values() if found)
     notes = []
     if family.derived:
-        notes.append(f"no serving engine was tried with an export of a {family.name} model")
+        notes.append(f"no serving engine was tried with exports of {family.name} models")
     for scheme, ours in dict.fromkeys((f.scheme, native_activations(f)) for f in quantized):
         if ours != (theirs := target.activations(scheme)):
             notes.append(f"activations of {scheme}: {ours} here, {theirs} there")

@@ -96,8 +96,8 @@ def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str
     settings = family.settings(config)
     if family.always_tied and not getattr(settings, "tie_word_embeddings", True):
         raise QtoolError(
-            "the head is not the embedding any more, and serving stacks know no other head of a "
-            f"{family.name} model: quantize without rotating the residual stream and without "
+            "the head is not the embedding any more, and serving stacks know no other head of "
+            f"{family.name} models: quantize without rotating the residual stream and without "
             "norm-fusion"
         )
     if not any(map(checkpoint_format.of, family.all_linears(settings))):

@@ -213,7 +213,7 @@ def _linears(source: Checkpoint, foreign: ImportFormat) -> dict[str, tuple[int, 
                 linears[name] = (shape[0], shape[1])
     if strange := sorted(quantized - linears.keys()):
         raise QtoolError(
-            f"{strange[0]} is quantized, but is not a linear of a {model.name} block; "
+            f"{strange[0]} is quantized, but is not a linear of {model.name} blocks; "
             f"qtool keeps it plain; {INSTEAD}"
         )
     if not linears:
@@ -243,7 +243,7 @@ def _plain(
         linear, _, part = name.rpartition(".")
         strange = linear in linears and part not in foreign.parts and name not in shapes
         if strange and (part != "bias" or source.read(name).any()):
-            raise QtoolError(f"{name}: not a tensor of a {model.family.name} model; {instead}")
+            raise QtoolError(f"{name}: not a tensor of {model.family.name} models; {instead}")
     return set(shapes)
 
 

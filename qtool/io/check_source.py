@@ -59,7 +59,7 @@ def check_source(
     for name in source.entries:
         known = name in expected or is_second_head(name, model) or _is_computed(name, model)
         if not known and not keep_unknown and name.rpartition(".")[0] not in packed:
-            what = f"a {model.family.name} model of {model.blocks} blocks"  # by config.json
+            what = f"{model.family.name} models of {model.blocks} blocks"  # by config.json
             raise QtoolError(f"{name}: not a tensor of {what}; {instead}")
     return expected
 

@@ -43,7 +43,7 @@ def require_sizes(family: Family, settings: SimpleNamespace) -> None:
         if not _positive(dims[word]) or dims[word] > LARGEST_SIZE:
             most = f"; at most {LARGEST_SIZE} are expected" if _positive(dims[word]) else ""
             raise QtoolError(
-                f"config.json: the size {word!r} of a {family.name} model is {dims[word]!r} "
+                f"config.json: the size {word!r} of this {family.name} model is {dims[word]!r} "
                 f"there{most}"
             )
 

@@ -98,8 +98,8 @@ class Job(Architecture):
             job = cls._composed(config, family, recipe, source_dtype, dtype or source_dtype)
         if job.needs_data and family.streamed_only:
             raise QtoolError(
-                f"{recipe.scheme}/{recipe.variant} looks at activations, which a {family.name} "
-                f"model cannot give block by block: {family.streamed_only}; pass --recipe fast"
+                f"{recipe.scheme}/{recipe.variant} looks at activations, which {family.name} "
+                f"models cannot give block by block: {family.streamed_only}; pass --recipe fast"
             )
         _require_all_fit(job)
         notes = (dequantized_note(dequantized),) if dequantized else ()
@@ -382,8 +382,8 @@ def _linears(
     for name in require_returned(method, does, names, Sequence[str]):  # type: ignore[type-abstract]
         if name not in linears:
             raise QtoolError(
-                f"{method.name}: it {does} the inputs of {name!r}, no linear of a {family.name} "
-                f"block: {suggest(name, linears)}"
+                f"{method.name}: it {does} the inputs of {name!r}, no linear of {family.name} "
+                f"blocks: {suggest(name, linears)}"
             )
     return dict.fromkeys(names)
 

@@ -39,7 +39,7 @@ def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor
         return {}
     quantizer = require_kv(kv)
     if reason := family.refuses.get("kv"):
-        raise QtoolError(f"{kv}: a {family.name} model cannot have a quantized KV cache: {reason}")
+        raise QtoolError(f"{kv}: {family.name} models cannot have a quantized KV cache: {reason}")
     if quantizer.bits == 4 and heads.dim % 2:
         raise QtoolError(
             f"{kv}: a head dimension of {heads.dim} is odd, 4-bit codes are packed two a byte"

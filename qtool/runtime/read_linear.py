@@ -48,6 +48,6 @@ def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
     settings = family.settings(checkpoint.config)
     own = family if block is None else family.at(settings, block)
     if f"{within}.weight" not in own.tensors:
-        raise QtoolError(f"{name}: not a linear of a {family.name} block")
+        raise QtoolError(f"{name}: not a linear of {family.name} blocks")
     n, k = own.shape(f"{within}.weight", settings)
     return n, k

@@ -548,7 +548,7 @@ def test_tensors_that_the_model_does_not_have(name: str, value: float, gptq: Pat
     index["weight_map"][name] = path.name
     (gptq / "model.safetensors.index.json").write_text(json.dumps(index))
     if "odd" in name or ("bias" in name and value):
-        sentence = f"{name}: not a tensor of a Llama model.* quantize the original model"
+        sentence = f"{name}: not a tensor of Llama models.* quantize the original model"
         with pytest.raises(QtoolError, match=sentence):
             imported(gptq, gptq.with_name("out"))
     else:

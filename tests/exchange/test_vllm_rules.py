@@ -162,5 +162,5 @@ def test_a_rotated_gemma_is_refused(make_model: MakeModel, tmp_path: Path) -> No
         tmp_path / "native",
         calibration=Calibration([IDS]),
     )
-    with pytest.raises(QtoolError, match="serving stacks know no other head of a Gemma model"):
+    with pytest.raises(QtoolError, match="serving stacks know no other head of Gemma models"):
         export(ours, "gptq", tmp_path / "out")

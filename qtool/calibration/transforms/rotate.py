@@ -93,7 +93,7 @@ class Rotate(Transform):
         self.keeps_mean = self.keeps_mean or family.layer_norm
         if self.residual and family.why_fixed:
             raise QtoolError(
-                f"rotate: the residual stream of a {family.name} model cannot be rotated: "
+                f"rotate: the residual stream of {family.name} models cannot be rotated: "
                 f"{family.why_fixed}; set {{rotate: {{residual: false}}}}"
             )
 
