@@ -112,7 +112,7 @@ def require(config: Mapping[str, Any]) -> None:
     settings = settings_of(config)
     if (kind := settings.model_type) not in ARCHITECTURES:
         raise QtoolError(
-            f"gguf: written for {', '.join(ARCHITECTURES)}; a {kind} model needs llama.cpp's own "
+            f"gguf: written for {', '.join(ARCHITECTURES)}; {kind} models need llama.cpp's own "
             "converter"
         )
     own = ARCHITECTURES[kind]
