@@ -29,13 +29,11 @@ on_hopper = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def log_as_before() -> Iterator[None]:
-    """A command in a test sets qtool's log up; the next test finds it as it was."""
+def log_is_new() -> None:
+    """A command sets qtool's log up; the next test finds it as a process has it at its start."""
     log = logging.getLogger("qtool")
-    before = log.handlers, log.propagate, log.level
-    yield
-    log.handlers, log.propagate = before[:2]
-    log.setLevel(before[2])
+    log.handlers, log.propagate = [], True
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.hookimpl(tryfirst=True)

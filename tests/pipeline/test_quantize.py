@@ -212,7 +212,7 @@ def test_every_family_is_calibrated_and_runs(
     assert (found - exact).norm() < (0.45 if family.post_norms else 0.25) * exact.norm()
 
 
-class Killed(Exception):
+class Killed(BaseException):
     """What ends a run in a test, as a signal would."""
 
 

@@ -69,7 +69,7 @@ def forwarded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-class _Stopped(Exception):
+class _Stopped(BaseException):
     pass
 
 

@@ -131,7 +131,7 @@ def test_an_export_keeps_what_is_no_weight(make_model: MakeModel, tmp_path: Path
 def test_an_unknown_tensor_is_refused_with_a_way_on(make_model: MakeModel, tmp_path: Path) -> None:
     model = make_model()
     add(model, **{EXTRA: torch.ones(3)})
-    with pytest.raises(QtoolError, match=rf"{EXTRA}: not a tensor of a Llama .*--keep-unknown"):
+    with pytest.raises(QtoolError, match=rf"{EXTRA}: not a tensor of Llama .*--keep-unknown"):
         run(model, STREAMED, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 
@@ -173,7 +173,7 @@ def test_float64_weights_are_refused_before_any_work(make_model: MakeModel, tmp_
 
 
 def test_resuming_with_another_dtype_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
-    class Stop(Exception):
+    class Stop(BaseException):
         pass
 
     def stop(*_: object) -> None:
