@@ -6,13 +6,14 @@ a call packs two blocks of parameters, allocates two tensors and launches.
 """
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels.activation.quantize_activation import RowPlan, definitions
+from qtool.kernels.allocate import inductor
 from qtool.kernels.hopper.gemm import Operand, Plan, Weight
 from qtool.kernels.hopper.tiles import choose
 
@@ -74,11 +75,9 @@ class PreparedLinear:
         sources = definitions(self.k, dtype, fusion, order is not None, rotated, self.device)
         self.rows = RowPlan(sources, (order, weight_of_norm), self.k, epsilon, self.device)
         self.buffers: dict[torch.Size, Buffers] = {}
-        # Inductor's allocators: half the time of torch.empty, on the current device
-        allocators: Any = torch._C._dynamo.guards
         on_gpu = self.device.type == "cuda"
         self.index = self.device.index if on_gpu else -1
-        self.empty = allocators._empty_strided_cuda if on_gpu else allocators._empty_strided_cpu
+        self.empty = inductor._empty_strided_cuda if on_gpu else inductor._empty_strided_cpu
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.get_device() != self.index:
