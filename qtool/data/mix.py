@@ -42,6 +42,11 @@ class Part:
     data: Documents | TokenIds
     samples: int
 
+    @property
+    def content(self) -> str:
+        """The hash of the data, whatever its name is; a corpus's name."""
+        return self.data.sha256 or self.data.name
+
 
 def parse_mix(
     given: CalibrationMix, samples: int | None, *, data_dir: str | Path | None = None
@@ -56,13 +61,15 @@ def parse_mix(
     """
     found = _split(given)
     data = [parse(one, data_dir=data_dir) for one, _ in found]
+    parts = tuple(map(Part, data, _shares(found, samples)))
     seen: dict[str, str] = {}
-    for one in data:
-        if (before := seen.get(content := one.sha256 or one.name)) is not None:
-            same = "" if before == one.name else f": {before} is the same text"
-            raise QtoolError(f"calibration data: {one.name} is a part of the mix twice{same}")
-        seen[content] = one.name
-    return tuple(map(Part, data, _shares(found, samples)))
+    for part in parts:
+        name = part.data.name
+        if (before := seen.get(part.content)) is not None:
+            same = "" if before == name else f": {before} is the same text"
+            raise QtoolError(f"calibration data: {name} is a part of the mix twice{same}")
+        seen[part.content] = name
+    return parts
 
 
 def count_windows(given: "CalibrationMix | None", samples: int | None) -> int:
@@ -92,10 +99,7 @@ def facts(parts: Sequence[tuple[str, int, str]]) -> dict[str, Any]:
 
     Its ``text`` is an argument of ``--calib``.
     """
-    each = [
-        {"text": name, "samples": samples} | ({"sha256": sha256} if sha256 else {})
-        for name, samples, sha256 in parts
-    ]
+    each = [{"text": name, "samples": n, "sha256": sha256} for name, n, sha256 in parts]
     if len(each) == 1:
         return each[0]
     text = ",".join(f"{name.replace(',', chr(92) + ',')}:{samples}" for name, samples, _ in parts)

@@ -72,7 +72,7 @@ def require(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of the file's bytes.
+    """Hex digest of the file's bytes and of the ending by which its rows are read.
 
     Raises:
         QtoolError: the file is missing or cannot be read.
@@ -80,14 +80,20 @@ def sha256(path: Path) -> str:
     require(path)
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256")
     except OSError as error:
         raise QtoolError(f"{path} cannot be read: {error}") from None
+    digest.update(_ending(path).encode())
+    return digest.hexdigest()
+
+
+def _ending(path: Path) -> str:
+    """The ending of the file's name, without that of its compression."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSION else path.suffix
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    compressed = path.suffix in COMPRESSION
-    ending = Path(path.stem).suffix if compressed else path.suffix
+    ending = _ending(path)
     if ending == ".parquet":
         return _parquet(path)
     return _lines_or_whole(path, ending, COMPRESSION.get(path.suffix))

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any
 
@@ -349,8 +350,8 @@ def difference(before: Any, now: Any, where: str = "") -> str:
         for key in (*before, *now):
             if before.get(key) != now.get(key) or (key in before) != (key in now):
                 return difference(before.get(key), now.get(key), f"{where}.{key}".removeprefix("."))
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for i, (old, new) in enumerate(zip(before, now, strict=True)):
+    if isinstance(before, list) and isinstance(now, list):
+        for i, (old, new) in enumerate(zip_longest(before, now)):
             if old != new:
                 return difference(old, new, f"{where}[{i}]")
     return f"{where}: {_short(before)}, now {_short(now)}".removeprefix(": ")

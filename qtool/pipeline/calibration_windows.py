@@ -71,8 +71,8 @@ class Windows:
     """Calibration windows, drawn when a run starts (:meth:`for_run`) or by :attr:`drawn`.
 
     Attributes:
-        facts: the user's choices, which identify an unfinished run; the facts of :attr:`drawn` and
-            :meth:`for_run` also describe the text that was found.
+        facts: the data by its content and the user's choices, which identify an unfinished run;
+            those of :attr:`drawn` and :meth:`for_run` name the data and describe what was found.
         output: the run in whose directory a continuation keeps its journal; None before
             :meth:`for_run`, so that windows drawn without a run keep none.
     """
@@ -91,9 +91,9 @@ class Windows:
         rows = [part.data.ids for part in parts if isinstance(part.data, TokenIds)]
         self.seqlen = min([job.window(seqlen), *(ids.shape[1] for ids in rows if ids.dim() == 2)])
         self.output: Output | None = None
-        named = facts([(part.data.name, part.samples, part.data.sha256) for part in parts])
-        how = {"seqlen": self.seqlen, "seed": seed, "windows": job.recipe.windows}
-        self.facts: dict[str, Any] = named | how
+        self.how = {"seqlen": self.seqlen, "seed": seed, "windows": job.recipe.windows}
+        taken = [{"content": part.content, "samples": part.samples} for part in parts]
+        self.facts: dict[str, Any] = {"parts": taken, **self.how}
 
     @cached_property
     def drawn(self) -> Calibration:
@@ -141,7 +141,7 @@ class Windows:
             need = self._continuation(ids)
             ids = self._continued(ids, need)
             how = {"continued_by": ROUNDED_SCHEME} if need.rounded else {}
-        drawn = _batches(ids, {**self.facts, **facts(found), **how})
+        drawn = _batches(ids, {**facts(found), **self.how, **how})
         return Calibration(drawn.tokens, {**drawn.facts, "tokens": fingerprint(drawn.tokens)})
 
     def _cut(self, part: Part) -> tuple[Tensor, str]:

@@ -58,14 +58,14 @@ def test_parts_and_their_numbers(given: Any, expected: Any, here: Path) -> None:
 @pytest.mark.parametrize("names", ["c4,b,c.txt", r"a.txt,b\,c.txt,d:7", r"e\,f:3,pile"])
 def test_the_record_is_what_the_command_line_takes(names: str, here: Path) -> None:
     parts = parse_mix(names.replace("c4,b,c.txt", r"c4,b\,c.txt"), 10)
-    record = facts([(part.data.name, part.samples, part.data.sha256) for part in parts])
+    record = facts([(part.data.name, part.samples, part.content) for part in parts])
     assert parse_mix(record["text"], record["samples"])[0].samples == parts[0].samples
     assert mixed(record["text"]) == [(part.data.name, part.samples) for part in parts]
-    assert [part.get("sha256", "") for part in record["parts"]] == [p.data.sha256 for p in parts]
+    assert [part["sha256"] for part in record["parts"]] == [part.content for part in parts]
 
 
 def test_one_part_is_recorded_as_it_always_was() -> None:
-    assert facts([("c4", 5, "")]) == {"text": "c4", "samples": 5}
+    assert facts([("c4", 5, "ab")]) == {"text": "c4", "samples": 5, "sha256": "ab"}
 
 
 @pytest.mark.parametrize(

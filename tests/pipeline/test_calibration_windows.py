@@ -211,6 +211,42 @@ def test_other_calibration_data_does_not_resume(make_model: MakeModel, tmp_path:
         SMOOTHED["windows"] = "continued"
 
 
+def test_content_is_compared_and_not_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run is resumed from another directory, with other paths of the same model and texts."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    there.mkdir()
+    shutil.copytree(DEMO, here / "model")
+    (here / "text.txt").write_text("the old man and the sea " * 40)
+    shutil.copyfile(here / "text.txt", there / "same.txt")
+    shutil.copyfile(here / "text.txt", there / "rows.raw")
+    (there / "other.txt").write_text("the young woman and the hill " * 40)
+    out, few = tmp_path / "out", {"recipe": "paper", "seqlen": 16}
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    mix = {"demo": 2, "text.txt": 2}
+    monkeypatch.chdir(here)
+    with pytest.raises(KeyboardInterrupt):
+        qtool.quantize("model", "w8a8", calibration=mix, out=out, progress=stop, **few)
+    monkeypatch.chdir(there)
+    for parts, difference in [
+        ({"demo": 2, "other.txt": 2}, r"parts\[1\].content: "),
+        ({"demo": 2, "rows.raw": 2}, r"parts\[1\].content: "),
+        ({"demo": 2, "same.txt": 3}, r"parts\[1\].samples: 2, now 3"),
+        ({"same.txt": 2, "demo": 2}, r"parts\[0\].content: \"demo\", now "),
+        ({"demo": 2}, r"parts\[1\]: .*, now null"),
+    ]:
+        with pytest.raises(QtoolError, match=rf"another calibration data \({difference}"):
+            qtool.quantize("../here/model", "w8a8", calibration=parts, out=out, resume=True, **few)
+    same = {"demo": 2, "same.txt": 2}
+    qtool.quantize("../here/model", "w8a8", calibration=same, out=out, resume=True, **few)
+    whole = tmp_path / "whole"
+    monkeypatch.chdir(here)
+    qtool.quantize("model", "w8a8", calibration=mix, out=whole, **few)
+    assert files(out) == files(whole)
+
+
 def test_what_is_clipped_is_said(caplog: pytest.LogCaptureFixture) -> None:
     ids = torch.arange(300).reshape(3, 100)
     assert [b.shape for b in cut("paper", ids, samples=9, seqlen=4096).tokens] == [(3, 100)]

@@ -304,7 +304,7 @@ def test_the_first_difference_is_named() -> None:
     assert difference({"a": None}, {}) == "a: null, now null"
     assert difference({}, {"c": [1]}) == "c: null, now [1]"
     assert difference("x", "y") == '"x", now "y"'
-    assert difference([1], [1, 2]) == "[1], now [1, 2]"
+    assert difference([1], [1, 2]) == "[1]: null, now 2"
 
 
 @pytest.mark.parametrize("resumed", [False, True])
