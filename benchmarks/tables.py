@@ -89,8 +89,8 @@ def departures() -> str:
 def formats() -> str:
     """The export formats by name."""
     return markdown(
-        ["format", "what it is"],
-        [[f"`{target.name}`", target.about] for target in EXPORT_FORMATS.values()],
+        ["format", "what it is", "what runs it"],
+        [[f"`{f.name}`", f.about, f"`{f.next_step}`"] for f in EXPORT_FORMATS.values()],
     )
 
 

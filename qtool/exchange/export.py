@@ -9,6 +9,7 @@ export to GGUF, which is one file, starts over.
 """
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -49,6 +50,8 @@ class Exported:
         errors: relative Frobenius distance between the exported and the native weight, by linear.
         notes: a sentence for each other difference from the native model.
         nbytes: bytes of the native checkpoint's tensors, and of the export's.
+        next_step: the command that serves the export, or what else runs it; empty if the format
+            names none.
     """
 
     directory: Path
@@ -56,6 +59,7 @@ class Exported:
     errors: dict[str, float]
     notes: list[str]
     nbytes: tuple[int, int]
+    next_step: str
 
     def __fspath__(self) -> str:
         return str(self.directory)
@@ -68,7 +72,8 @@ class Exported:
         lines = [str(self.directory), f"{self.format}: {exactness(self.errors)}"]
         before, after = self.nbytes
         lines[-1] += f"; {bytes_text(after)}, {after / before:.2f} times the native checkpoint"
-        return "\n".join([*lines, *self.notes])
+        following = [f"next: {self.next_step}"] if self.next_step else []
+        return "\n".join([*lines, *self.notes, *following])
 
 
 @torch_defaults()
@@ -100,7 +105,9 @@ def export(
     else:
         shards = convert(work, out, progress)
         after = Checkpoint(out).nbytes
-    return Exported(out, name, weight_errors(shards), work.notes, (checkpoint.nbytes, after))
+    following = work.target.next_step.replace("DIR", shlex.quote(str(out)))
+    nbytes = checkpoint.nbytes, after
+    return Exported(out, name, weight_errors(shards), work.notes, nbytes, following)
 
 
 class _Export(Conversion):
@@ -249,6 +256,7 @@ class _Export(Conversion):
             "results": _results(self.source.directory),
             "exported from": self.source.directory.name,
             "loaders": self.target.about,
+            "next step": self.target.next_step,
             "format": self.target.name,
             "notes": self.notes,
         }

@@ -19,6 +19,8 @@ Formats = Mapping[str, LinearFormat | None]
 SIXTEEN_BIT, TOKEN_INT8 = "16-bit", "int8 per token"
 #: in the names of a mixture's routed experts
 EXPERT = r"\.experts\.\d+\."
+#: the ``next_step`` of formats that vLLM serves
+VLLM_SERVE = "vllm serve DIR"
 
 
 class ExportFormat(ABC):
@@ -37,6 +39,8 @@ class ExportFormat(ABC):
     expressible: Mapping[str, tuple[int | None, ...]]
     #: N and K of a linear (of one tensor-parallel rank) are multiples of these two
     tile: tuple[int, int]
+    #: the command that serves an export in ``DIR``, or what else runs it; "": none is named
+    next_step: str = ""
     #: all linears of the model must have the same scheme and group size
     uniform: ClassVar[bool] = True
     #: a linear may stay in 16 bits

@@ -108,8 +108,9 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
         lines = exactness(weight_errors(provenance["blocks"])), *notes
         how = "\n".join(f"- {line}" for line in lines)
         serve = f"`{provenance['format']}`: {provenance['loaders']}."
-        if "vLLM" in serve:
-            serve += f" In vLLM: `vllm serve {fills['path']}`, by this directory's path or hub id."
+        if step := provenance.get("next step"):
+            run = step.replace("DIR", fills["path"])
+            serve += f" Next: `{run}`, by this directory's path or, where one is taken, its hub id."
         if notes:
             serve += " Exceptions for this model are among the notes below."
         return EXPORTED.format(what=what, serve=serve, how=how, **fills)

@@ -372,6 +372,7 @@ def test_every_format_is_described() -> None:
     for name, target in EXPORT_FORMATS.items():
         assert target.name == name
         assert 20 < len(target.about) < 120
+        assert "DIR" in target.next_step
 
 
 def test_quantize_with_format(make_model: MakeModel, tmp_path: Path) -> None:
@@ -380,19 +381,19 @@ def test_quantize_with_format(make_model: MakeModel, tmp_path: Path) -> None:
 
     from qtool.cli import cli
 
-    source, out = make_model(dtype=torch.bfloat16), tmp_path / "q"
+    source, out = make_model(dtype=torch.bfloat16), tmp_path / "my q"
     arguments = ["quantize", str(source), "--out", str(out)]
     result = CliRunner().invoke(cli, [*arguments, "--scheme", "w4a8-lqq", "--format", "gptq"])
     assert isinstance(result.exception, QtoolError) and "compressed-tensors-w8a8" in str(
         result.exception
     )
-    assert not out.exists() and not out.with_name("q.partial").exists()
+    assert not out.exists() and not out.with_name("my q.partial").exists()
     result = CliRunner().invoke(cli, [*arguments, "--scheme", "w4a16", "--format", "gptq"])
     assert result.exit_code == 0, result.output
-    made, following, path, summary = result.stdout.splitlines()
+    made, following, path, summary, served = result.stdout.splitlines()
     assert made.startswith(f"{out}: ") and following.startswith("next: qtool eval")
-    assert path == f"{out}-gptq"
-    exported = Checkpoint(tmp_path / "q-gptq")
+    assert path == f"{out}-gptq" and served == f"next: vllm serve '{path}'"
+    exported = Checkpoint(tmp_path / "my q-gptq")
     size = re.escape(bytes_text(exported.nbytes))
     assert re.fullmatch(
         rf"gptq: 14 of 14 linears exact; {size}, 1\.0\d times the native checkpoint", summary

@@ -264,6 +264,7 @@ def test_a_format_from_outside(
     native = quantize(source, recipe_of([rule("w4a16", 32)]), tmp_path / "native")
     done = export(native, "mine", tmp_path / "out")
     assert set(done.errors.values()) == {0.0}
+    assert str(done).endswith(f"\nnext: vllm serve {done.directory}")
     assert json.loads((tmp_path / "out/qtool.json").read_text())["format"] == "mine"
     config = Checkpoint(native).config
     assert "mine" in formats_that_take(native_format(config), config)

@@ -408,7 +408,9 @@ def test_a_flipped_byte_stops_it(native: Native, tmp_path: Path) -> None:
 
 def test_the_card_names_it(native: Native, exported: Export) -> None:
     done: Exported = exported(native("w4a16", 32), "gguf")
-    assert "llama.cpp" in (done.directory / "README.md").read_text()
+    assert str(done).endswith(f"\nnext: llama-server -m {done.directory}/{FILE}")
+    card = (done.directory / "README.md").read_text()
+    assert "llama.cpp. Next: `llama-server -m llama-gguf/model.gguf`, by this" in card
     assert any("int8 per token and group of 32 there" in note for note in done.notes)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.exchange.export_format import (
+    VLLM_SERVE,
     ExportFormat,
     Formats,
     file_group_size,
@@ -43,6 +44,7 @@ class Awq(ExportFormat):
 
     name = "awq"
     about = "4-bit weights with zero points, 16-bit activations: vLLM, SGLang, GPTQModel"
+    next_step = VLLM_SERVE
     expressible = ASYMMETRIC_4
     tile = (8, 1)
     any_architecture: ClassVar[bool] = True

@@ -24,6 +24,7 @@ from qtool.exchange.export_format import (
     EXPERT,
     SIXTEEN_BIT,
     TOKEN_INT8,
+    VLLM_SERVE,
     ExportFormat,
     Formats,
     modules_in_16_bit,
@@ -87,6 +88,7 @@ class CompressedFormat:
 class CompressedTensors(ExportFormat):
     """One kind of compressed-tensors checkpoint: a :class:`CompressedFormat` by scheme."""
 
+    next_step = VLLM_SERVE
     uniform: ClassVar[bool] = False
     any_architecture: ClassVar[bool] = True
     splits_experts: ClassVar[bool] = True

@@ -18,6 +18,7 @@ from qtool.errors import CheckFailed, QtoolError
 from qtool.exchange.export_format import ExportFormat, Formats
 from qtool.exchange.formats.affine import W4A16_GROUP_SIZES, Affine, int_8, symmetric_4
 from qtool.exchange.gguf import architectures
+from qtool.exchange.gguf.write import FILE
 from qtool.format import LinearFormat
 from qtool.schemes import Params
 
@@ -29,6 +30,7 @@ class Gguf(ExportFormat):
 
     name = "gguf"
     about = "w4a16 as Q4_0 and w8a8 as Q8_0, in one file: llama.cpp"
+    next_step = f"llama-server -m DIR/{FILE}"
     expressible: Mapping[str, tuple[int | None, ...]] = {
         "w4a16": W4A16_GROUP_SIZES,
         "w4a16-24": W4A16_GROUP_SIZES,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.exchange.export_format import (
+    VLLM_SERVE,
     ExportFormat,
     Formats,
     file_group_size,
@@ -49,6 +50,7 @@ class Gptq(ExportFormat):
 
     expressible = SYMMETRIC_4
     tile = (8, 8)
+    next_step = VLLM_SERVE
     any_architecture: ClassVar[bool] = True
     config_copy: ClassVar[str] = "quantize_config.json"
 

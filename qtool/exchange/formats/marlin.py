@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from qtool.exchange.export_format import ExportFormat, Formats, float16_scale
+from qtool.exchange.export_format import VLLM_SERVE, ExportFormat, Formats, float16_scale
 from qtool.exchange.formats.affine import Affine, symmetric_4
 from qtool.exchange.formats.gptq import gptq_config
 from qtool.format import LinearFormat
@@ -39,6 +39,7 @@ class MarlinFile(ExportFormat):
         self,
         name: str,
         about: str,
+        newest: str,
         scheme: str,
         layout: Layout,
         tile: tuple[int, int],
@@ -46,6 +47,7 @@ class MarlinFile(ExportFormat):
     ) -> None:
         self.name, self.about, self.layout, self.tile, self.names = name, about, layout, tile, names
         self.expressible = {scheme: (128, None)}
+        self.next_step = f"{VLLM_SERVE}  # vLLM up to {newest}"
 
     def tensors(
         self, linear_format: LinearFormat, codes: Tensor, params: Params
@@ -70,8 +72,8 @@ class MarlinFile(ExportFormat):
 MARLIN_FILES = (
     MarlinFile(
         "marlin",
-        "the original MARLIN file, fp16: MARLIN's own kernel, vLLM up to 0.10.1.1 (newer ones take "
-        "gptq)",
+        "the original MARLIN file, fp16: MARLIN's own kernel, old vLLM (newer ones take gptq)",
+        "0.10.1.1",
         "w4a16",
         MARLIN,
         (64, 128),
@@ -79,7 +81,8 @@ MARLIN_FILES = (
     ),
     MarlinFile(
         "marlin-24",
-        "the original Sparse-MARLIN file of w4a16-24, fp16: its own kernel, vLLM up to 0.14.1",
+        "the original Sparse-MARLIN file of w4a16-24, fp16: its own kernel, old vLLM",
+        "0.14.1",
         "w4a16-24",
         MARLIN_24,
         (128, 128),

@@ -41,6 +41,7 @@ class Qqq(ExportFormat):
         "w4a16 codes under int8 activations, fp16 (groups are rounded to int8 once more): QQQ, "
         "GPTQModel"
     )
+    next_step = "load DIR with GPTQModel"
     expressible: Mapping[str, tuple[int | None, ...]] = {
         "w4a16": (128, None),
         "w4a16-24": (128, None),

@@ -41,10 +41,8 @@ class QServe(ExportFormat):
     """``qserve``."""
 
     name = "qserve"
-    about = (
-        "w4a8-qoq and w4a8-qoq-g128, fp16: omniserve (after one conversion to .bin), SGLang up to "
-        "0.5.15"
-    )
+    about = "w4a8-qoq and w4a8-qoq-g128, fp16: omniserve (after one conversion to .bin), old SGLang"
+    next_step = "python -m sglang.launch_server --model-path DIR  # SGLang up to 0.5.15"
     expressible: Mapping[str, tuple[int | None, ...]] = {
         "w4a8-qoq": (None,),
         "w4a8-qoq-g128": (128,),
