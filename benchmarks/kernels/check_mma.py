@@ -21,6 +21,7 @@ from qtool import layouts, schemes
 from qtool.kernels.activation.arrangement import arrange
 from qtool.kernels.activation.quantize_packed_groups import pack_tokens, quantize_packed_groups
 from qtool.kernels.build import compile_all
+from qtool.kernels.hopper.w4a8 import beside_s1
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma import w4a8 as w4a8_mma
 from qtool.kernels.mma import w4ax as w4ax_mma
@@ -70,7 +71,7 @@ class Case:
         stored = {name: COMPUTE_AWARE.pack_group(t) if group else t for name, t in level2.items()}
         qweight = COMPUTE_AWARE.pack(codes)["qweight"]
         given = (stored.get("s2"), stored.get("offset"), stored.get("zero"))
-        packed = w4a8_mma.packed_weight(scheme, qweight, s1, *given)
+        packed = MmaWeight(qweight, s1, *beside_s1(scheme, *given))
         return cls(w4a8_mma.operand(scheme, group), packed, w8, s1[None])
 
     @classmethod

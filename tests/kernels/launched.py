@@ -14,8 +14,8 @@ def launched(op: Callable[P, R], *values: P.args, **named: P.kwargs) -> R:
     call: Any = OPERATORS[op](*values, **named)
     call.require()
     out = call.empty()
-    if hasattr(call, "plan"):
-        call.plan()(call, out)
-    else:
+    if hasattr(call, "launch"):
         call.launch(out)
+    else:
+        call.plan()(call, out)
     return cast(R, out)

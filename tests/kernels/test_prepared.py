@@ -22,15 +22,26 @@ from qtool.kernels import launch as launching
 from qtool.kernels.activation.quantize_activation import PARAMETERS as ROW
 from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.activation.quantize_residual_norm import quantize_residual_norm
+from qtool.kernels.attention.kv_append_paged import kv_append_paged
+from qtool.kernels.attention.paged_cache import head_bytes
 from qtool.kernels.experts.w4a16 import w4a16_experts_gemm
 from qtool.kernels.hopper.gemm import PARAMETERS as GEMM
-from qtool.kernels.hopper.tiles import choose_half
+from qtool.kernels.hopper.gemm import definition
+from qtool.kernels.hopper.tiles import choose_half, choose_s4
 from qtool.kernels.hopper.w4a8 import w4a8_gemm
+from qtool.kernels.hopper.w4ax import operand as w4ax_operand
+from qtool.kernels.hopper.w4ax import w4ax_gemm
 from qtool.kernels.hopper.w8a8 import w8a8_gemm
+from qtool.kernels.mma.gemm import PARAMETERS as MMA
 from qtool.kernels.mma.half_gemm import PARAMETERS as HALF
+from qtool.kernels.mma.w4a8 import w4a8_mma_gemm
 from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
+from qtool.kernels.mma.w4ax import w4ax_mma_gemm
 from qtool.kernels.op import OPERATORS
+from qtool.kernels.order import groups_in_order
 from qtool.runtime.dispatch import KERNELS, Call
+from tests.kernels import test_mma as mma
+from tests.kernels import test_w4ax as w4ax
 from tests.kernels.launched import launched
 from tests.runtime.test_linear import quantized
 
@@ -59,6 +70,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         "cubin": lambda *source: repr(source),
         "compute_capability": lambda device: (9, 0),
         "multiprocessors": lambda device: 132,
+        "resident_blocks": lambda *kernel: 2,
         "_tensor_map": tensor_map,
     }
     for name, module in list(sys.modules.items()):
@@ -212,6 +224,9 @@ def test_plans_keep_no_tensor(launches: list[Launch]) -> None:
     packed = channel.to(torch.uint8), weight.clone()
     marlin = torch.zeros(16, 256).int(), torch.ones(2, 128).bfloat16()
     sparse = torch.zeros(8, 256).int(), torch.zeros(8, 256, dtype=torch.int16), marlin[1].clone()
+    slots, kv = torch.arange(32), x.view(32, 4, 64)
+    pages = torch.zeros(1, 4, head_bytes(8, 64), dtype=torch.uint8)
+    cached = kv, kv.clone(), pages, slots, torch.ones(4, 64), torch.ones(4, 64)
     cases: list[tuple[Any, tuple[Any, ...]]] = [
         (quantize_activation, (x, None, norm, "rms-norm", 1e-5)),
         (quantize_residual_norm, (x, x, None, norm.clone(), 1e-5)),
@@ -220,6 +235,7 @@ def test_plans_keep_no_tensor(launches: list[Launch]) -> None:
         (w8a8_gemm, (codes, one, torch.zeros(64, 256, dtype=torch.int8), weight, None, dtype)),
         (w4a16_gemm, (x, *marlin, None, dtype)),
         (w4a16_24_gemm, (x, *sparse, None, dtype)),
+        (kv_append_paged, (*cached, None, None)),
     ]  # fmt: skip
     kept = []
     for op, arguments in cases:
@@ -229,9 +245,10 @@ def test_plans_keep_no_tensor(launches: list[Launch]) -> None:
     tensors = [x for _, arguments in cases for x in arguments if isinstance(x, Tensor)]
     alive = [weakref.ref(tensor) for tensor in tensors]
     del x, norm, codes, one, weight, total, channel, packed, marlin, sparse
+    del slots, kv, pages, cached
     del cases, call, op, arguments, tensors
     gc.collect()
-    assert len(kept) == 6 and not any(reference() is not None for reference in alive)
+    assert len(kept) == 7 and not any(reference() is not None for reference in alive)
 
 
 def test_group_formats_have_no_direct_launch() -> None:
@@ -301,3 +318,57 @@ def test_w4a16_of_few_tokens_is_mma_sync(launches: list[Launch]) -> None:
     launched(w4a16_gemm, torch.zeros(16, 256).half(), qweight, scale, None, torch.float16)
     (launch,) = launches
     assert HALF.unpack(launch[4][-HALF.size :])[7:10] == (16, 128, 256)
+
+
+@pytest.mark.parametrize(("layout", "group"), w4ax.CASES)
+def test_w4ax_is_launched_with_boxes_of_its_layout(
+    layout: str, group: int | None, launches: list[Launch]
+) -> None:
+    given, _ = w4ax.arguments(layout, group, bias=torch.randn(128))
+    out = launched(w4ax_gemm, **given)
+    (launch,) = launches
+    tokens, weights, *numbers, _ = GEMM.unpack(launch[4])
+    assert struct.unpack_from("<7q", tokens) == (given["x"].data_ptr(), 5, 1024, 1, 8, 128, 128)
+    matrix, box = (
+        ((32, 512, 4), (4, 256, 0)) if layout == "apex4" else ((128, 512, 1), (64, 64, 64))
+    )
+    assert struct.unpack_from("<7q", weights) == (given["qweight"].data_ptr(), *matrix, *box)
+    assert numbers[:9] == addresses(
+        *(None, None, None, given["scale"], None, given["bias"], given["sx"], None, out)
+    )
+    assert numbers[9:14] == [5, 128, 1024, 0, 0]
+    launched(w4ax_gemm, **given | {"out_dtype": torch.int32})
+    with groups_in_order():
+        launched(w4ax_gemm, **given)
+    kernels, blocks = zip(*(each[:2] for each in launches), strict=True)
+    assert blocks == ((8, 8, 8) if group is None else (8, 8, 1))  # blocks share K but in order
+    sums = w4ax_operand(layout, None, given["scale"].dtype)
+    source = definition(sums, choose_s4(5, 128, 1024, None), torch.int32)
+    assert kernels[1] == hash((repr((*source, "sm_90a")), "qtool_gemm"))
+
+
+@pytest.mark.parametrize("case", [*mma.W4A8, *mma.W4AX], ids=str)
+def test_mma_gemms_are_launched_with_their_tensors(
+    case: tuple[Any, ...], launches: list[Launch]
+) -> None:
+    op: Any = w4a8_mma_gemm if case in mma.W4A8 else w4ax_mma_gemm
+    given, _ = mma.w4a8_arguments(*case) if case in mma.W4A8 else mma.w4ax_arguments(*case)
+    weight = (None, None, given.get("scale", given.get("s1")), given.get("zero"))
+    if given.get("s2") is not None:
+        offset = given["zero"] if given["offset"] is None else given["offset"]
+        weight = (given["s2"], offset, given["s1"], None)
+    out = launched(op, **given)
+    tokens = given["sx"], given.get("token_sum"), given.get("eight_bit"), out
+    (launch,) = launches
+    found = MMA.unpack(launch[4])
+    read = given["x"], given["qweight"], *weight, given["bias"], *tokens
+    assert list(found[:11]) == addresses(*read)
+    assert found[13:16] == (5, 96, 256) and launch[1:3] == (1, 128)
+    with groups_in_order():
+        launched(op, **given)
+    alone = MMA.unpack(launches[1][4])[11] == 0  # no sums are passed on to another block
+    assert found[11] and alone == (op is w4ax_mma_gemm and case[2] is not None)
+
+
+def addresses(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

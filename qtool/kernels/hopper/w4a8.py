@@ -198,9 +198,16 @@ def packed_weight(
     zero: Tensor | None,
 ) -> Weight:
     """The op's tensors as the kernel takes them, unchecked."""
+    return Weight(s1, qweight, *beside_s1(scheme, s2, offset, zero))
+
+
+def beside_s1(
+    scheme: str, s2: Tensor | None, offset: Tensor | None, zero: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """``scale2``, ``offset2`` and ``zero1`` of a kernel's weight."""
     if scheme == "w4a8-qoq":
-        return Weight(s1, qweight=qweight, zero1=zero)
-    return Weight(s1, qweight=qweight, scale2=s2, offset2=offset if scheme == "w4a8-lqq" else zero)
+        return None, None, zero
+    return s2, offset if scheme == "w4a8-lqq" else zero, None
 
 
 def require_scheme(op: str, scheme: str, group_size: int | None, out_dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels.build import Build
-from qtool.kernels.hopper.w4a8 import SCHEMES, W4A8Gemm, require_scheme
+from qtool.kernels.hopper.w4a8 import SCHEMES, W4A8Gemm, beside_s1, require_scheme
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma.gemm import MmaOperand, MmaWeight
 from qtool.kernels.op import operator
@@ -81,26 +81,11 @@ class W4A8MmaGemm(W4A8Gemm):
 
     def launch(self, out: Tensor) -> None:
         if len(out):
-            weight = packed_weight(
-                self.scheme, self.qweight, self.s1, self.s2, self.offset, self.zero
-            )
+            params = beside_s1(self.scheme, self.s2, self.offset, self.zero)
+            weight = MmaWeight(self.qweight, self.s1, *params)
             kernel, k = operand(self.scheme, self.group_size), self.x.shape[1]
             given = (kernel, self.x, self.sx, weight, out, k)
             mma.run(*given, token_sum=self.token_sum, bias=self.bias)
 
 
 w4a8_mma_gemm = operator("w4a8_mma_gemm", W4A8MmaGemm)
-
-
-def packed_weight(
-    scheme: str,
-    qweight: Tensor,
-    s1: Tensor,
-    s2: Tensor | None,
-    offset: Tensor | None,
-    zero: Tensor | None,
-) -> MmaWeight:
-    """The op's tensors as the kernel takes them, unchecked."""
-    if scheme == "w4a8-qoq":
-        return MmaWeight(qweight, s1, zero1=zero)
-    return MmaWeight(qweight, s1, scale2=s2, offset2=offset if scheme == "w4a8-lqq" else zero)
