@@ -117,17 +117,8 @@ class Case:
             else pack_tokens(arrange(x, self.layout), self.weight.eight_bit)
         )
         total = x.sum(1, dtype=torch.int32)
-        mma.run(
-            self.operand,
-            given,
-            scales,
-            self.weight,
-            out[:-1],
-            k,
-            token_sum=total,
-            bias=bias,
-            tile=tile,
-        )
+        operand = replace(self.operand, tiles=(tile,))
+        mma.run(operand, given, scales, self.weight, out[:-1], k, token_sum=total, bias=bias)
         torch.cuda.synchronize()
         assert (out[-1] == 77).all(), "wrote beyond the last token"
         return out[:-1]

@@ -196,6 +196,7 @@ def test_tiles_hold_the_tokens_and_fill_the_chip() -> None:
     ]
     assert chosen == [*NARROW_TILES, MmaTile(8, 1, 64), MmaTile(8, 1, 128)]
     assert choose(NARROW_TILES, 4096, 4096, 108) == MmaTile(4, 2, 32)
+    assert all(choose((tile,), m, 4096, 108) == tile for tile in TILES for m in (1, 4096))
 
 
 @pytest.mark.cuda

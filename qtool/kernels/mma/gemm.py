@@ -171,7 +171,6 @@ def run(
     *,
     token_sum: Tensor | None = None,
     bias: Tensor | None = None,
-    tile: MmaTile | None = None,
     whole: bool = False,
 ) -> None:
     """Launch ``out [M, N] = x W^T`` over ``k`` input channels, epilogue fused.
@@ -181,8 +180,7 @@ def run(
     ``whole``: each tile is computed by one block.
     """
     (m, n), device = out.shape, x.device
-    if tile is None:
-        tile = choose(operand.tiles, m, n, multiprocessors(device))
+    tile = choose(operand.tiles, m, n, multiprocessors(device))
     kernel, shared, resident = _kernel(operand, tile, out.dtype, device)
     token_tiles = -(-m // tile.tokens)
     tiles, steps = token_tiles * -(-n // tile.rows), -(-k // 128)
