@@ -1,9 +1,10 @@
 """KV-cache quantizers: keys (after RoPE) and values as 8-bit or packed 4-bit codes.
 
-    kv8          s8, static, per head and channel: s[h, d] = max|X| / 127 of the calibration data
-                 (LiquidGEMM section 6, LiquidServe)
+    kv8          s8, static, per head and channel: s[h, d] = max|X| / 127 of the calibration data,
+                 Q = clamp(rne(X / s), -127, 127), X' = Q * s (LiquidGEMM section 6, LiquidServe)
     kv4          u4, dynamic, per token and head (QServe section 4.1)
-    kv4-channel  u4 per channel, by groups of tokens (COMET section 3.2)
+    kv4-channel  u4 per channel, by groups of 64 tokens, the last ones in 16 bits until they are 64
+                 (COMET section 3.2)
 
 The 4-bit ones are asymmetric, with scale and zero point in fp16 beside the codes:
 

@@ -8,6 +8,9 @@ The paper gives no scale; MARLIN's own quantizer divides by 7.5 (``s *= 2 / maxq
 sixteen codes cover -max..max and no weight is more than half a step from its code: +max and -max
 fall on 7.5 and are rounded to 7 and -8. Dividing by 7 would leave code 0 unused.
 
+On a CPU a linear rounds ``W'`` to the dtype of X before the product, as transformers does. Of the
+kernels some do so for many tokens in groups, the others never.
+
 A scale below 0 is legal, for codes reach a step further down than up: AutoRound gives a group whose
 largest weight is positive ``s = -max W / 8``, so that the largest is code 0 (its
 ``quant_tensor_sym``), and imports keep that. The paper has none; GPTQ's search by group tries both

@@ -7,6 +7,10 @@ mma_gemm.cuh), to the bit. ``v`` is the integer sum of products of codes; ``fma`
     y = fma(float(v) * sx, sw, bias)                    one scale a token and channel
     total = fma(float(v_G) * sx_G, sw_G, total)         for each G in turn: scales by group, 128
                                                         inputs at most at a time
+    y = total + bias
+
+W4A4 and FMPQ have scales by group wherever the group size is a number, even if it is K. A linear
+rounds y, a float32, to the dtype of X.
 """
 
 from functools import cache
