@@ -51,6 +51,8 @@ class Block:
         full_kv: arguments for :func:`.forwards.run` that keep keys and values in full precision,
             if the run quantizes them.
         reference: what the float model computes in this block, if the run follows it.
+        sensitivity: ``F [H, H]`` float32, if the rounding weighs outputs: ``z F`` of normal z has
+            the second moments of the gradients of the logits with respect to the block's output.
     """
 
     index: int
@@ -65,6 +67,7 @@ class Block:
     exact: dict[str, Tensor] = field(default_factory=dict)
     full_kv: dict[str, Any] = field(default_factory=dict)
     reference: "Reference | None" = None
+    sensitivity: Tensor | None = None
     #: for each exact tensor, the version of it that the module has a copy of
     _copied: dict[str, int] = field(default_factory=dict, init=False)
 

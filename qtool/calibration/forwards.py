@@ -9,13 +9,14 @@ Legend: B sequences in a batch, S tokens, H hidden size, K input channels.
 import copy
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qtool.calibration.batch import HIDDEN, Batch, to_device
 from qtool.calibration.block import Block
@@ -26,6 +27,8 @@ from qtool.models.auto import running
 from qtool.models.experts import SeparateExperts, expert_place
 from qtool.models.passed import as_arguments, handed_on
 
+#: most tokens of a sequence whose attention is differentiated as plain products
+PLAIN_ATTENTION = 2048
 #: gets the input ``[tokens, K]`` of a linear; for a linear of all experts also the token counts
 Observer = Callable[..., None]
 
@@ -33,6 +36,33 @@ Observer = Callable[..., None]
 def forward(block: Block, batch: Batch, **extra: Any) -> Tensor:
     """:func:`run` for all sequences at once and with gradients, for methods that learn."""
     return _forward(block, batch, **extra)[HIDDEN]
+
+
+def with_gradients(block: Block, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The block's input and output ``[B, S, H]``, with the graph between them for autograd.
+
+    Keys and values are in full precision. Up to :data:`PLAIN_ATTENTION` tokens attention runs as
+    plain products, whose gradients are the same in each run; those of fused kernels are not.
+    """
+    entering = batch.hidden.to(block.device).detach().requires_grad_()
+    plain = sdpa_kernel(SDPBackend.MATH) if batch.shape[1] <= PLAIN_ATTENTION else nullcontext()
+    with torch.enable_grad(), plain:
+        # a copy, since some blocks add to their input in place
+        return entering, forward(block, replace(batch, hidden=entering.clone()), **block.full_kv)
+
+
+@contextmanager
+def keeping_outputs(block: Block, names: Iterable[str]) -> Iterator[dict[str, Tensor]]:
+    """While open, put the outputs of submodules ``names`` into the dictionary that it yields."""
+    outputs: dict[str, Tensor] = {}
+
+    def keeper(name: str) -> Callable[..., None]:
+        return lambda module, inputs, output: outputs.update({name: output})
+
+    with ExitStack() as opened:
+        for name in names:
+            opened.callback(block.get(name).register_forward_hook(keeper(name)).remove)
+        yield outputs
 
 
 @torch.no_grad()

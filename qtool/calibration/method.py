@@ -159,6 +159,11 @@ class Rounding(Method):
         """Whether the float model runs beside the quantized one (``Block.reference``)."""
         return False
 
+    @property
+    def weighs_outputs(self) -> bool:
+        """Whether it needs the gradients of the residual stream (``Block.sensitivity``)."""
+        return False
+
     def require_scheme(self, scheme: Scheme) -> None:
         """Refuse, before any work, a scheme to which it cannot round.
 

@@ -288,12 +288,13 @@ class Scheme(ABC):
         """Round-to-nearest codes ``[N, K]`` of ``weight [N, K]``, as the paper rounds."""
         codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         for rows in slabs(weight):
-            part = {
-                name: t if name in self.shared_params else t[rows] for name, t in params.items()
-            }
             groups = self.groups(self.prune(weight[rows].float()))
-            codes[rows] = self.round_groups(groups, part).flatten(1)
+            codes[rows] = self.round_groups(groups, self.rows_of(params, rows)).flatten(1)
         return codes.view(self.code_dtype)
+
+    def rows_of(self, params: Params, rows: slice | Tensor) -> Params:
+        """The parameters of some output channels; those that all channels share stay whole."""
+        return {name: t if name in self.shared_params else t[rows] for name, t in params.items()}
 
     def stacked_params(self, parts: Sequence[Params]) -> Params:
         """The parameters of weights whose output channels come one after another.

@@ -25,8 +25,12 @@ from tests.pipeline.test_quantize import files
 
 TOKENS = torch.arange(6 * 32).view(6, 32) * 7 % 320
 GPTQ = {"gptq": {"rounds": 0, "clip_steps": 2}}
-#: without and with the float model's activations beside the quantized path
-ROUNDINGS: dict[str, Any] = {"one-path": "rtn", "two-paths": GPTQ}
+#: without and with the float model's activations beside the quantized path, and with gradients
+ROUNDINGS: dict[str, Any] = {
+    "one-path": "rtn",
+    "two-paths": GPTQ,
+    "gradients": {"gptq": GPTQ["gptq"] | {"output_hessian": True}},
+}
 BLOCKS = 5
 
 

@@ -8,7 +8,7 @@ On CUDA forwards are in the model's 16-bit dtype; the weights that methods chang
 float32.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -33,7 +33,7 @@ from qtool.models.skeleton import fill, release, skeleton, stays_float32
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import compute_dtype
 from qtool.pipeline.streaming.activations import Activations
-from qtool.pipeline.streaming.embedding_and_head import as_stored, table_rows
+from qtool.pipeline.streaming.embedding_and_head import as_stored, embedded, table_rows
 from qtool.pipeline.streaming.method_checks import (
     apply,
     naming_too_large,
@@ -59,6 +59,7 @@ class BuiltBlocks:
         kept: this rank's inputs of block ``start`` on disk, by path and number of the batch
             (:mod:`~qtool.pipeline.streaming.snapshots`); without them ``start`` is 0.
         phases: timer that records the time of each phase.
+        sensitivity: gives :attr:`Block.sensitivity` in the source's channels, if the run has it.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class BuiltBlocks:
         phases: PhaseTimer,
         start: int = 0,
         kept: Mapping[str, Entry] | None = None,
+        sensitivity: Callable[[int], Tensor | None] = lambda index: None,
     ) -> None:
+        self.sensitivity = sensitivity
         self.source, self.job, self.device = source, job, device
         self.snapshots, self.kept = snapshots, kept
         self.compute = compute_dtype(job, device)
@@ -165,6 +168,8 @@ class BuiltBlocks:
         """
         job, prefix = self.job, self.job.full(index, "")
         block, formats = self._transformed(index, following, notes)
+        if (factor := self.sensitivity(index)) is not None:
+            block.sensitivity = embedded(factor.to(self.device).float(), job)
         constants = kv_constants(block, job.format.kv, self.batches)
         with (
             quantized_kv(block, job.format.kv, constants),
@@ -214,10 +219,10 @@ class BuiltBlocks:
             )
         return block, formats
 
-    def blocks(self) -> Iterator[Block]:
-        """Each block after the job's transforms."""
-        for index in range(self.job.blocks):
-            following = index + 1 if index + 1 < self.job.blocks else None
+    def blocks(self, *, backwards: bool = False) -> Iterator[Block]:
+        """Each block after the job's transforms, from the first or from the last."""
+        order = list(range(self.job.blocks))[:: -1 if backwards else 1]
+        for index, following in zip(order, [*order[1:], None], strict=True):
             block, _ = self._built(index, following, {})
             for transform in self.job.transforms:
                 apply(transform, block, self.batches, self.job)

@@ -23,7 +23,7 @@ def tables(source: Checkpoint, job: Job, device: torch.device) -> Iterator[tuple
     for module in job.family.tables:
         name = f"{module}.weight"
         for rows in _rows(source, name, device):
-            yield name, as_stored(name, _embedded(rows, job), job)
+            yield name, as_stored(name, embedded(rows, job), job)
 
 
 def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Tensor:
@@ -34,9 +34,16 @@ def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Ten
     name, start, found = f"{module}.weight", 0, []
     for rows in _rows(source, name, wanted.device):
         here = wanted[(wanted >= start) & (wanted < start + len(rows))] - start
-        found.append(as_stored(name, _embedded(rows[here], job), job))
+        found.append(as_stored(name, embedded(rows[here], job), job))
         start += len(rows)
     return torch.cat(found)
+
+
+def embedded(rows: Tensor, job: Job) -> Tensor:
+    """Rows ``[n, H]`` of the embedding, or directions of the residual stream, rewritten."""
+    for transform in job.transforms:
+        rows = rewritten(transform, "embedding", rows, transform.embedding(rows))
+    return rows
 
 
 def _rows(source: Checkpoint, name: str, device: torch.device) -> Iterator[Tensor]:
@@ -45,12 +52,6 @@ def _rows(source: Checkpoint, name: str, device: torch.device) -> Iterator[Tenso
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.itemsize < 4 else tensor
-
-
-def _embedded(rows: Tensor, job: Job) -> Tensor:
-    for transform in job.transforms:
-        rows = rewritten(transform, "embedding", rows, transform.embedding(rows))
-    return rows
 
 
 def head(source: Checkpoint, job: Job, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -77,13 +78,24 @@ def _norm_and_head(
         yield name, as_stored(name, stored, job)
     if job.tied and not job.unties:
         return
-    stored_head = f"{family.embedding}.weight" if job.tied else head_name
-    for rows in _rows(source, stored_head, device):
+    for rows in _head_rows(source, job, device):
         changed = rows
         for transform, norm in zip(job.transforms, norms, strict=False):
             of_head = transform.head(changed, norm.gain.to(device))
             changed = rewritten(transform, "head", changed, of_head)
         yield head_name, as_stored(head_name, changed, job)
+
+
+def final_head(
+    source: Checkpoint, job: Job, device: torch.device
+) -> tuple[Tensor, Iterator[Tensor]]:
+    """The gain ``[H]`` of the source's final norm, and the rows of its head, a few at a time."""
+    return _final_norm(source, job).gain.to(device).float(), _head_rows(source, job, device)
+
+
+def _head_rows(source: Checkpoint, job: Job, device: torch.device) -> Iterator[Tensor]:
+    module = job.family.embedding if job.tied else job.family.head
+    return _rows(source, f"{module}.weight", device)
 
 
 def _final_norm(source: Checkpoint, job: Job) -> Norm:

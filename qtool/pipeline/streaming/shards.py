@@ -11,7 +11,7 @@ blocks together.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from qtool.pipeline.streaming.activations import (
 )
 from qtool.pipeline.streaming.built_blocks import BuiltBlocks
 from qtool.pipeline.streaming.snapshots import Snapshots
+from qtool.pipeline.streaming.stream_gradients import NoBackward, stream_gradients
 from qtool.pipeline.streaming.streamed_blocks import StreamedBlocks
 from qtool.plugins import require_returned
 from qtool.progress import Progress
@@ -172,9 +173,20 @@ class Shards:
         missing_bytes = partial(self.output.missing_bytes, self.specs)
         snapshots = Snapshots(self.output, self.device, writer, missing_bytes, timed)
         self._learn(tokens, snapshots)
+        if self.job.rounding.weighs_outputs and self.job.needs_data:
+            self._differentiate(tokens, snapshots)
         start, kept = (missing and snapshots.newest(missing[0] - 2)) or (0, None)
         blocks = BuiltBlocks(
-            self.source, self.job, tokens, self.device, place, snapshots, self.phases, start, kept
+            self.source,
+            self.job,
+            tokens,
+            self.device,
+            place,
+            snapshots,
+            self.phases,
+            start,
+            kept,
+            self._sensitivity,
         )
         return start, blocks
 
@@ -215,23 +227,61 @@ class Shards:
             shared = ranks.broadcast(found)
             transform.load({name: tensor.to(self.device) for name, tensor in shared.items()})
 
+    def _differentiate(self, tokens: Sequence[Tensor], snapshots: Snapshots) -> None:
+        """Find how the logits depend on the residual stream after each block, on the first rank.
+
+        The factors are kept on disk, so that a resumed run has the same. There are none if a
+        backward pass through the blocks fails.
+        """
+        output, names = self.output, [_gradients(index) for index in range(self.job.blocks)]
+        if ranks.rank() == 0 and not all(map(output.kept, names)):
+            job = replace(self.job, transforms=[], rounding=RoundToNearest())
+            text = torch.cat([ids.flatten() for ids in tokens])
+            with ranks.alone(), phase("search"), self._few(job, tokens, snapshots) as built:
+                inputs = sum(size * length for size, length in built.batches.shapes)
+                window = max(length for _, length in built.batches.shapes)
+                kept = place_for(job, len(names) * inputs, window, self.device)
+                place = self._activations(*kept)
+                try:
+                    for index, factor in stream_gradients(self.source, job, built, place, text):
+                        stored = {"factor": factor.half().contiguous()}
+                        output.keep(names[index], stored, stored.items(), {})
+                except NoBackward as error:
+                    ranks.log(
+                        "output_hessian is left out: a backward pass through the blocks of"
+                        f" {job.family.name} fails ({error})"
+                    )
+                    for name in names:
+                        output.drop(name)
+        ranks.barrier()
+
+    def _sensitivity(self, index: int) -> Tensor | None:
+        """What :meth:`_differentiate` has found for block ``index``, if anything."""
+        found = None
+        if ranks.rank() == 0 and (kept := self.output.kept(_gradients(index))):
+            found = read(kept[0]["factor"])
+        return ranks.broadcast(found)
+
     def _learned(
         self, transform: Transform, number: int, tokens: Sequence[Tensor], snapshots: Snapshots
     ) -> dict[str, Tensor]:
-        """What transform ``number`` learns from blocks that the earlier ones have rewritten.
-
-        It sees :data:`LEARNING_SEQUENCES` sequences, which stay on the device.
-        """
+        """What transform ``number`` learns from blocks that the earlier ones have rewritten."""
         job = self.job
         earlier = replace(job, transforms=job.transforms[:number], rounding=RoundToNearest())
-        few, place = list(_first(tokens, LEARNING_SEQUENCES)), self._activations("device")
-        with closing(
-            BuiltBlocks(self.source, earlier, few, self.device, place, snapshots, self.phases)
-        ) as built:
+        with self._few(earlier, tokens, snapshots) as built:
             found = transform.learn(built.blocks(), built.batches)
         for key, tensor in require_returned(transform, "learn", found, dict).items():
             require_returned(transform, "learn", tensor, Tensor, f" for {key!r}")
         return found
+
+    def _few(
+        self, job: Job, tokens: Sequence[Tensor], snapshots: Snapshots
+    ) -> AbstractContextManager[BuiltBlocks]:
+        """The blocks of ``job`` with :data:`LEARNING_SEQUENCES` sequences, on the device."""
+        few, place = list(_first(tokens, LEARNING_SEQUENCES)), self._activations("device")
+        return closing(
+            BuiltBlocks(self.source, job, few, self.device, place, snapshots, self.phases)
+        )
 
     def _putting(
         self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]
@@ -267,6 +317,10 @@ class Shards:
         self.record.shard_written()
         if self.progress:
             self.progress(self.done, len(self.specs), self.output.records[shard]["notes"])
+
+
+def _gradients(block: int) -> str:
+    return f"gradients-{block:05d}"
 
 
 def _stored(path: Path) -> Iterable[tuple[str, Tensor]]:

@@ -100,6 +100,10 @@ class Distill(Rounding):
     def compares(self) -> bool:
         return STARTS[self.start]().compares
 
+    @property
+    def weighs_outputs(self) -> bool:
+        return STARTS[self.start]().weighs_outputs
+
     def require_scheme(self, scheme: Scheme) -> None:
         require_float_scale(scheme)
 

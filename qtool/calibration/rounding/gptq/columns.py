@@ -75,21 +75,23 @@ def round_panel(
 ) -> tuple[Tensor, Tensor]:
     """Codes and errors ``[E, N, b]`` of one panel; the fields of ``grid`` are ``[E, N, b]`` too.
 
-    It works on transposes, in which a column is contiguous. They are split into columns at once,
-    because taking a column of a tensor costs as much as a step of the arithmetic.
+    It works on transposes, in which a column is contiguous, and on differences from the grid's
+    offsets. Transposes are split into columns at once, because taking a column of a tensor costs as
+    much as a step of the arithmetic.
     """
     target, weight, error, step, offset, low, high = (
         t.permute(2, 0, 1).contiguous()  # [b, E, N]
         for t in (target, weight, error, grid.step, grid.offset, grid.low, grid.high)
     )
+    target, weight = target - offset, weight - offset
+    feedback = feedback.permute(1, 2, 0)[..., None].contiguous()  # [b, b, E, 1]
     codes, errors = torch.empty_like(target), torch.empty_like(target)
-    given = target, weight, error, step, offset, low, high, codes, errors
+    given = target, weight, error, step, low, high, codes, errors, feedback
     for k, columns in enumerate(zip(*(t.unbind() for t in given), strict=True)):
-        wanted, w, before, s, o, lo, hi, code, e = columns  # [E, N] each
+        wanted, w, before, s, lo, hi, code, e, m = columns  # [E, N] each; m: [b, E, 1]
         if keep is not None:
-            wanted = torch.where(keep[:, :, k], wanted, 0.0)
-        torch.sub(wanted, o, out=code).div_(s).round_().clamp_(lo, hi)
-        torch.sub(w, torch.mul(code, s, out=e).add_(o), out=e)
-        for i, change in enumerate(e - before):
-            target[k + 1 :, i].addr_(feedback[i, k, k + 1 :], change)
+            wanted = torch.where(keep[:, :, k], wanted, -offset[k])
+        torch.div(wanted, s, out=code).round_().clamp_(lo, hi)
+        torch.addcmul(w, code, s, value=-1, out=e)
+        target[k + 1 :].addcmul_(m[k + 1 :], e - before)
     return codes.permute(1, 2, 0), errors.permute(1, 2, 0)

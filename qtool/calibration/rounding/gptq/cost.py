@@ -14,7 +14,9 @@ from qtool.calibration.rounding.gptq.memory import (
     others_bytes,
     problems_at_once,
 )
+from qtool.calibration.rounding.gptq.output_hessian import SEQUENCES, row_sets
 from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers
+from qtool.calibration.rounding.gptq.rows import CHUNKS
 from qtool.calibration.stacking import by_role
 from qtool.models.parts import LinearGroup
 
@@ -27,6 +29,8 @@ def work(options: GptqOptions, block: BlockShape) -> Work:
     found = Work(forward_flops=_forward_flops(options, block, turns))
     for groups in turns:
         found += _solving(options, block, groups)
+    if options.output_hessian:
+        found += _outputs(options, block)
     ratios = {name: len(options.clip_ratios(scheme)) for name, scheme in block.schemes.items()}
     searched = sum(n * k * (ratios[name] + 4) for name, (n, k) in block.quantized.items())
     return found + Work(rounding_weights=searched)
@@ -80,6 +84,26 @@ def _solving(options: GptqOptions, block: BlockShape, groups: Sequence[LinearGro
     return found
 
 
+def _outputs(options: GptqOptions, block: BlockShape) -> Work:
+    """The work of the output side of the Hessian, beside that of rounding without it.
+
+    It is a forward and a backward pass of some sequences, which has no gradients of weights; G of
+    all sets of rows; their factors and feedbacks; and sweeps of a chunk's rows in place of all.
+    """
+    share = min(1.0, SEQUENCES / block.samples)
+    found = Work(forward_flops=2 * share * block.forward_flops())
+    for n, k in block.stacked(group for group in block.family.groups if not group.routed):
+        for rows in map(len, row_sets(n)):
+            summed = sum(r.stop * (c.stop - c.start) for r, c in panels(rows))
+            found += Work(
+                hessian_flops=2 * share * block.tokens * summed,
+                # half of a product of all rows with all others, less what is inside a chunk
+                rounding_flops=rows**3 / 3 + (1 - 1 / CHUNKS) * rows * rows * k,
+            )
+        found += Work(rounding_panels=(CHUNKS - 1) * -(-k // PANEL) * (1 + 3 * options.rounds))
+    return found
+
+
 def held_bytes(options: GptqOptions, block: BlockShape) -> int:
     """Bytes at the worst moment, when the linears that share an input are solved.
 
@@ -101,6 +125,9 @@ def held_bytes(options: GptqOptions, block: BlockShape) -> int:
             worst = max(worst, 4 * left + (total - left) + solving)
         left -= sum(n * k for n, k in problems)
     floats = kept_input_bytes(block.family, block.linears, block.tokens)
+    if options.output_hessian:  # G of all sets of rows; its factors are smaller than what is swept
+        dense = block.stacked(group for group in block.family.groups if not group.routed)
+        worst += sum(4 * len(rows) ** 2 for n, _ in dense for rows in row_sets(n))
     return worst + (2 * total + floats if options.residual else 0)
 
 

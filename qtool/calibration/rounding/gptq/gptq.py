@@ -23,6 +23,10 @@ added to the residual stream R, T also makes up for the error of that stream (Lo
 2509.06297): ``R + X T^T`` comes nearest to ``R_fp + X_fp W^T``. Without ``X_fp``, T is W. The last
 step is coordinate descent: each code is the best one given all the others.
 
+All this takes the rows for independent. With the output side of the Hessian, G (YAQA, arXiv
+2505.22988), they make up for each other's errors too: rows are rounded a chunk at a time, and T of
+a chunk first moves by what the errors of earlier chunks call for (:mod:`.rows`).
+
 The parameters of the groups are the scheme's own, fitted before the first column ("static groups"),
 so that columns may be visited in the order of falling ``H_kk``. A 2:4 scheme is pruned first
 (:mod:`.sparsegpt`). GPTQ and coordinate descent then round the weights that are left, which make up
@@ -36,19 +40,22 @@ Legend: E problems, N output channels, K input channels, G groups.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
-from qtool.calibration.precision import product, stack
+from qtool.calibration.precision import ROWS, product, stack
 from qtool.calibration.rounding.gptq.clip_search import fit_groups
 from qtool.calibration.rounding.gptq.columns import sweep
 from qtool.calibration.rounding.gptq.factor import Factor
 from qtool.calibration.rounding.gptq.hessian import Hessian
+from qtool.calibration.rounding.gptq.output_hessian import row_sets
+from qtool.calibration.rounding.gptq.rows import row_chunks
 from qtool.calibration.rounding.gptq.sparsegpt import prune
 from qtool.calibration.rounding.scales import refit
 from qtool.calibration.stacking import at_once, in_turn, stacked_clips
+from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.schemes.base import ClipRatio, Grid, Params, Scheme
 
@@ -79,6 +86,9 @@ class GptqOptions:
         rounds: of least-squares scales and coordinate descent after the GPTQ pass.
         largest_token: for linears that write to the residual stream, a token larger in it than so
             many times the median counts as the median; 0: all as they are.
+        output_hessian: let the rows of a weight make up for each other's errors, by how the model's
+            logits depend on the linear's outputs (:mod:`.output_hessian`, :mod:`.rows`). Routed
+            experts are rounded without it.
     """
 
     damping: float = 0.1
@@ -90,6 +100,7 @@ class GptqOptions:
     stream: float = 1.0
     rounds: int = 2
     largest_token: float = 16.0
+    output_hessian: bool = False
 
     def clip_ratios(self, scheme: Scheme) -> list[float]:
         """The candidates of the clipping search, falling; below 0 for a scale below 0."""
@@ -104,7 +115,8 @@ class GptqOptions:
 class Problem:
     """A weight ``[N, K]`` float32 to round, the moments of its input, and clips chosen before.
 
-    ``lacking`` holds the weight's rows ``[N, K]`` of S.
+    ``lacking`` holds the weight's rows ``[N, K]`` of S, and ``outputs`` G of each set of rows
+    (:mod:`.output_hessian`).
     """
 
     scheme: Scheme
@@ -113,6 +125,7 @@ class Problem:
     clip: ClipRatio = 1.0
     group_clip: ClipRatio = 1.0
     lacking: Tensor | None = None
+    outputs: Sequence[Tensor] = ()
 
 
 @dataclass
@@ -205,7 +218,41 @@ def _require_shapes(weight: Tensor, inputs: Tensor | None, hessian: Tensor | Non
 
 def solve(problems: Sequence[Problem], options: GptqOptions) -> list[Solution]:
     """Solve problems of one scheme and shape, each as if it were alone."""
-    scheme, states = problems[0].scheme, prepared(problems, options)
+    if problems[0].outputs:
+        return [solve_rows(problem, options) for problem in problems]
+    states = prepared(problems, options)
+    round_columns(problems, states, options)
+    return [s.solution(problem) for s, problem in zip(states, problems, strict=True)]
+
+
+def solve_rows(problem: Problem, options: GptqOptions) -> Solution:
+    """Solve a problem whose rows make up for each other's errors, a chunk of rows at a time.
+
+    Ranks share the rows of a chunk.
+    """
+    scheme, (s,) = problem.scheme, prepared([problem], options)
+    codes, error = torch.zeros_like(s.target, dtype=scheme.code_dtype), torch.zeros_like(s.target)
+    sets = row_sets(len(s.target))
+    for chunk, target in row_chunks(s.target, error, sets, problem.outputs):
+        own = ranks.local_rows(len(chunk), ROWS)
+        rows, keep = chunk[own], None if s.keep is None else s.keep[chunk[own]]
+        part = replace(s, target=target[own], keep=keep, params=scheme.rows_of(s.params, rows))
+        round_columns([problem], [part], options)
+        found = ranks.all_gather((part.codes, part.params))
+        params = scheme.stacked_params([params for _, params in found])
+        codes[chunk] = torch.cat([own_codes for own_codes, _ in found])
+        for name in params.keys() - scheme.shared_params:
+            s.params[name][chunk] = params[name]
+        error[chunk] = s.target[chunk] - scheme.dequantize(codes[chunk], params)
+    s.codes = codes
+    return s.solution(problem)
+
+
+def round_columns(
+    problems: Sequence[Problem], states: Sequence["State"], options: GptqOptions
+) -> None:
+    """Find the codes of the rows of ``states``, and refit their parameters."""
+    scheme = problems[0].scheme
     target = stack([s.target[:, s.order] for s in states])
     feedback = stack([s.feedback for s in states])
     keep = stack([s.keep for s in states if s.keep is not None]) if scheme.sparsity else None
@@ -224,8 +271,6 @@ def solve(problems: Sequence[Problem], options: GptqOptions) -> list[Solution]:
         codes = sweep(target, error, feedback, grid, group, causal=not turn, keep=keep, panel=PANEL)
         for s, found in zip(states, codes, strict=True):
             s.codes = found[:, s.back].to(scheme.code_dtype)
-    del target, feedback, error
-    return [s.solution(problem) for s, problem in zip(states, problems, strict=True)]
 
 
 def stacked_grid(scheme: Scheme, params: Sequence[Params]) -> Grid:

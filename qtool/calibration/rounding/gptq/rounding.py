@@ -30,6 +30,7 @@ from qtool.calibration.rounding.gptq.memory import (
     kept_input_bytes,
     problems_at_once,
 )
+from qtool.calibration.rounding.gptq.output_hessian import output_hessians
 from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers, share_of_tokens
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
@@ -45,10 +46,14 @@ from qtool.schemes import Scheme
 
 @dataclass
 class Stack:
-    """Linears of one scheme and one input, rounded as one weight ``[N, K]``, and that input's H."""
+    """Linears of one scheme and one input, rounded as one weight ``[N, K]``, and that input's H.
+
+    ``outputs`` holds G of each set of rows, if the rounding weighs outputs.
+    """
 
     names: list[str]
     hessian: Hessian
+    outputs: Sequence[Tensor] = ()
 
     def rows(self, block: Block) -> Iterator[slice]:
         """The rows of each linear in the stack."""
@@ -66,7 +71,7 @@ class Stack:
         both = clips_of(block, self.names)
         clip, group_clip = (c[part] if isinstance(c, Tensor) else c for c in both)
         lacking = None if self.hessian.s is None else self.hessian.s[part]
-        return Problem(scheme, weight[part], self.hessian, clip, group_clip, lacking)
+        return Problem(scheme, weight[part], self.hessian, clip, group_clip, lacking, self.outputs)
 
 
 @dataclass(kw_only=True)
@@ -82,6 +87,10 @@ class Gptq(GptqOptions, Rounding):
     def compares(self) -> bool:
         return self.residual > 0
 
+    @property
+    def weighs_outputs(self) -> bool:
+        return self.output_hessian
+
     def require_scheme(self, scheme: Scheme) -> None:
         require_float_scale(scheme)
 
@@ -90,6 +99,7 @@ class Gptq(GptqOptions, Rounding):
         reference = block.reference or Reference.of(block) if self.residual else None
         rounded: dict[str, Rounded] = {}
         tokens = count_tokens(batches)
+        outputs = self.outputs(block, reference, batches)
         if reference:
             firsts = (group.linears[0] for group in block.family.groups if not group.routed)
             shapes = {name: tuple(block.weight(name).shape) for name in firsts}
@@ -99,7 +109,7 @@ class Gptq(GptqOptions, Rounding):
         for groups in hessians_in_turn(
             block.family.groups, lambda group: block.weight(group.linears[0]).shape[1]
         ):
-            found = self.round_groups(block, reference, turns, groups, tokens)
+            found = self.round_groups(block, reference, turns, groups, tokens, outputs)
             block.install(found)
             for name in found:
                 block.free_exact(name)
@@ -110,6 +120,18 @@ class Gptq(GptqOptions, Rounding):
             note["error"] = error
         return rounded
 
+    def outputs(
+        self, block: Block, reference: Reference | None, batches: Sequence[Batch]
+    ) -> dict[str, list[Tensor]]:
+        """G of each stack of dense linears by its first one, if the rounding weighs outputs."""
+        if not self.output_hessian or block.sensitivity is None:
+            return {}
+        floats = reference.batches if reference else {}
+        inputs = [floats.get(id(batch), batch) for batch in batches]
+        dense = [group.linears for group in block.family.groups if not group.routed]
+        stacks = [names for linears in dense for names in by_format(block, linears)]
+        return output_hessians(block, inputs, stacks)
+
     def round_groups(
         self,
         block: Block,
@@ -117,10 +139,13 @@ class Gptq(GptqOptions, Rounding):
         turns: Sequence[Batch | None],
         groups: Sequence[LinearGroup],
         tokens: int,
+        outputs: dict[str, list[Tensor]],
     ) -> dict[str, Rounded]:
         """Round the linears of ``groups``; their Hessians are freed at the end.
 
-        ``tokens`` is the number of tokens in all batches.
+        Args:
+            tokens: the number of tokens in all batches.
+            outputs: G of each stack by its first linear; those of ``groups`` are taken out.
         """
         found: dict[str, Rounded] = {}
         stacks: list[Stack] = []
@@ -129,7 +154,7 @@ class Gptq(GptqOptions, Rounding):
         for names in inputs:
             hessian = experts.pop(names[0], None) or self.moments(block, reference, turns, names[0])
             if saw_enough(block, names, hessian.tokens, tokens):
-                stacks.append(Stack(names, hessian))
+                stacks.append(Stack(names, hessian, outputs.pop(names[0], ())))
             else:
                 own = replace(block, schemes={n: block.schemes[n] for n in names})
                 found |= RoundToNearest().round(own, [])
@@ -198,15 +223,15 @@ class Gptq(GptqOptions, Rounding):
         def work(stack: Stack) -> float:
             return sum(block.weight(name).numel() for name in stack.names)
 
-        if len(stacks) >= ranks.size():
+        if len(stacks) >= ranks.size() and not any(stack.outputs for stack in stacks):
             solutions = ranks.map_groups(lambda own: self.solve_whole(block, own), stacks, work)
         else:
             solutions = [self.solve_shared(block, stack) for stack in stacks]
         rounded = {}
         for stack, solution in zip(stacks, solutions, strict=True):
-            shared, params = block.schemes[stack.names[0]].shared_params, solution.params
+            scheme = block.schemes[stack.names[0]]
             for name, rows in zip(stack.names, stack.rows(block), strict=True):
-                own = {key: t if key in shared else t[rows] for key, t in params.items()}
+                own = scheme.rows_of(solution.params, rows)
                 rounded[name] = Rounded(solution.codes[rows], own)
                 block.notes.setdefault(self.name, {})[name] = {
                     "error": relative_error(solution.lost[rows], solution.power[rows]),
@@ -225,6 +250,9 @@ class Gptq(GptqOptions, Rounding):
 
     def solve_shared(self, block: Block, stack: Stack) -> Solution:
         """The solution of one problem, of which each rank solves its share of the rows."""
+        if stack.outputs:  # the rows depend on each other
+            (whole,) = solve([stack.problem(block)], self)
+            return whole
         part = ranks.local_rows(sum(len(block.weight(name)) for name in stack.names), ROWS)
         (own,) = solve([stack.problem(block, part)], self)
         return Solution.stacked(ranks.all_gather(own), block.schemes[stack.names[0]])

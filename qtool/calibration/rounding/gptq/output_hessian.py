@@ -1,0 +1,106 @@
+"""The output side of the Hessian: how the model's answer depends on each output of a linear.
+
+To second order, a small error E of a weight ``W [N, K]`` makes the model diverge in proportion to
+
+    tr(G E H E^T)      H = 2 sum_t x_t x_t^T [K, K],   G = 2 sum_t g_t g_t^T [N, N]
+
+(YAQA, arXiv 2505.22988; K-FAC, arXiv 1503.05671). ``x_t`` is the linear's input for token t, and
+``g_t`` the gradient of a random direction of the logits with respect to its output. GPTQ alone
+takes the identity for G: all outputs count alike, and each by itself.
+
+For each token a gradient at the block's output is drawn from the second moments that
+:mod:`qtool.pipeline.streaming.stream_gradients` finds for the residual stream. A backward pass of
+the block, after all transforms, takes it to the outputs of the linears. Every ``g_t`` is scaled to
+length 1, because the gradient of a massive activation may be 10^8 times as long as the others.
+
+The rows of a weight are cut into sets of at most :data:`MOST_ROWS`, and G is taken to be 0 between
+two sets. Set s has the rows s, s + S, ..., so that the rows of one channel of gate and up, which
+are stacked, are in one set.
+
+Legend: N output channels, K input channels, S sets, H hidden size, T tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.forwards import keeping_outputs, with_gradients
+from qtool.calibration.rounding.gptq.hessian import Hessian
+from qtool.calibration.statistics import batch_shapes
+from qtool.calibration.timing import phase
+from qtool.distributed import ranks
+
+#: most rows of a set
+MOST_ROWS = 8192
+#: calibration sequences whose tokens are counted
+SEQUENCES = 16
+
+
+def output_hessians(
+    block: Block, batches: Sequence[Batch], stacks: Sequence[Sequence[str]]
+) -> dict[str, list[Tensor]]:
+    """G of each set of rows ``[N / S, N / S]``, for each of ``stacks``, by its first linear.
+
+    Args:
+        block: before any of its linears is rounded; it has a :attr:`~.Block.sensitivity`.
+        batches: this rank's inputs of the float block.
+        stacks: names of linears that share an input; their rows are stacked.
+    """
+    sums: dict[str, list[Hessian]] = {}
+    for names in stacks:
+        sets = row_sets(sum(len(block.weight(name)) for name in names))
+        sums[names[0]] = [Hessian(len(rows), block.device) for rows in sets]
+    every = [part for parts in sums.values() for part in parts]
+    shapes, left = batch_shapes(batches), SEQUENCES
+    for turn, own in enumerate(ranks.lockstep(batches, len(shapes))):
+        together = shapes[turn * ranks.size() : (turn + 1) * ranks.size()]
+        for rank, (size, _) in enumerate(together):
+            if rank == ranks.rank() and own is not None:
+                random = torch.Generator(block.device)
+                random.manual_seed((turn * ranks.size() + rank) << 16 | block.index)
+                sequences = [own.part(slice(i, i + 1)) for i in range(min(size, left))]
+                found = [_gradients(block, sequence, random, stacks) for sequence in sequences]
+                for name, parts in sums.items():  # one addition a batch, as on any number of ranks
+                    gradients = [one[name] for one in found if name in one]
+                    for s, part in enumerate(parts if gradients else ()):
+                        part.add(torch.cat(gradients)[:, s :: len(parts)])
+            left = max(0, left - size)
+        for part in every:
+            part.step()
+        if not left:
+            break
+    return {name: [part.complete().h for part in parts] for name, parts in sums.items()}
+
+
+def row_sets(rows: int) -> list[range]:
+    """The rows of each set."""
+    count = -(-rows // MOST_ROWS)
+    return [range(s, rows, count) for s in range(count)]
+
+
+def _gradients(
+    block: Block, sequence: Batch, random: torch.Generator, stacks: Sequence[Sequence[str]]
+) -> dict[str, Tensor]:
+    """``g_t [T, N]`` of length 1 at the outputs of each stack.
+
+    A stack that the block does not run, or on which its output does not depend, is left out.
+    """
+    assert block.sensitivity is not None
+    names = [name for stack in stacks for name in stack]
+    with phase("forward"), keeping_outputs(block, names) as outputs:
+        _, leaving = with_gradients(block, sequence)
+        drawn = torch.randn(leaving.shape, generator=random, device=leaving.device)
+        at_end = (drawn @ block.sensitivity).to(leaving.dtype)
+        found = torch.autograd.grad(leaving, [*outputs.values()], at_end, allow_unused=True)
+    by_name = {n: g.flatten(0, -2) for n, g in zip(outputs, found, strict=True) if g is not None}
+    gradients = {}
+    for stack in stacks:
+        if all(name in by_name for name in stack):
+            joined = torch.cat([by_name[name] for name in stack], 1).float()
+            unit = normalize(joined, eps=1e-30).nan_to_num(0.0)  # a gradient beyond float16
+            gradients[stack[0]] = unit.to(leaving.dtype)
+    return gradients
