@@ -126,6 +126,23 @@ def online_hadamard() -> str:
     return compared("online-hadamard", "`--for-export`", "`best`", divergence_of_best())
 
 
+def output_hessian() -> str:
+    """``best`` by GPTQ without and with the output side of the Hessian, and its time."""
+    found = results("output-hessian")
+    rows = [
+        [
+            f"`{alike['scheme']}`",
+            f"{alike['kl']:.5f}",
+            f"{weighed['kl']:.5f}",
+            f"{weighed['kl'] / alike['kl'] - 1:+.0%}",
+            f"{weighed['seconds'] / alike['seconds']:.1f}x",
+        ]
+        for alike, weighed in zip(found["rows"], results("output-hessian-on")["rows"], strict=True)
+    ]
+    head = ["scheme", "outputs alike", "`output_hessian`", "change", "CPU time"]
+    return markdown(head, rows) + made_by(found)
+
+
 def divergences(name: str) -> dict[str, float]:
     """KL by scheme."""
     return {row["scheme"]: row["kl"] for row in results(name)["rows"]}
@@ -357,6 +374,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy-small": lambda: accuracy("accuracy-small", timed=False),
     "rotation": rotation,
     "online-hadamard": online_hadamard,
+    "output-hessian": output_hessian,
     "kernels": kernels,
     "kernels-others": lambda: kernels("kernels-others", ("bf16", "fp8")),
     "kernels-w4a16": lambda: kernels("kernels-w4a16", ("bf16", "fp8")),

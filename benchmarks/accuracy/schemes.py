@@ -70,6 +70,7 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
         f"seed{arguments.seed}" if arguments.seed else None,
         "hadamard" if arguments.hadamard else None,
         "export" if arguments.for_export else None,
+        f"outputs-{arguments.output_hessian}" if arguments.output_hessian else None,
     )
     out = arguments.work / "-".join([scheme, variant, *filter(None, options)])
     record = out.with_name(out.name + ".json")
@@ -82,6 +83,8 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
         recipe = recipe.with_options("rotate", learn_steps=0)
     if arguments.for_export:
         recipe = recipe.for_export()
+    if arguments.output_hessian:
+        recipe = recipe.with_options("gptq", output_hessian=arguments.output_hessian == "on")
     started = time.process_time()
     qtool.quantize(
         arguments.model,
@@ -208,6 +211,7 @@ def main() -> None:
         "--hadamard", action="store_true", help="no recipe learns its rotation; all have one then"
     )
     parser.add_argument("--for-export", action="store_true", help="nothing is rotated at run time")
+    parser.add_argument("--output-hessian", choices=("on", "off"), help="that option of GPTQ")
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0, help="of the choice of calibration windows")
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")

@@ -131,21 +131,22 @@ class Recipe:
         return replace(self, transforms=kept)
 
     def with_options(self, method: str, **options: Any) -> "Recipe":
-        """The recipe with ``options`` set on its transform ``method``.
+        """The recipe with ``options`` set on its transform or rounding ``method``.
 
         Raises:
-            QtoolError: the recipe does not have this transform.
+            QtoolError: the recipe does not have this method.
         """
-        if self.step(method) is None:
+        if method not in {step.name for step in (*self.transforms, self.rounding)}:
             raise QtoolError(
                 f"recipe {self.scheme}/{self.variant} has no {method} to set "
                 f"{', '.join(options)} on"
             )
-        steps = tuple(
-            Step(s.name, {**s.options, **options}) if s.name == method else s
-            for s in self.transforms
-        )
-        return replace(self, transforms=steps)
+
+        def changed(step: Step) -> Step:
+            return Step(step.name, {**step.options, **options}) if step.name == method else step
+
+        transforms = tuple(map(changed, self.transforms))
+        return replace(self, transforms=transforms, rounding=changed(self.rounding))
 
     def adapted(self, sentence: str, **changes: Any) -> "Recipe":
         """The recipe with ``changes`` that fit it to a model, and a ``sentence`` that says so."""

@@ -151,8 +151,8 @@ SCRIPTS: dict[str, Case] = {
         r"\| w8a8 \| fast \| none \|",
     ),
     "accuracy/schemes.py": Case(
-        "--schemes w4a8-qoq --recipes best --hadamard --windows given --samples 1 --seqlen 16 "
-        "--limit 1 --work {tmp}/work",
+        "--schemes w4a8-qoq --recipes best --hadamard --output-hessian on --windows given "
+        "--samples 1 --seqlen 16 --limit 1 --work {tmp}/work",
         r"\| w4a8-qoq \| best \|",
     ),
     "accuracy/standin.py": gpu("{tmp}/out"),

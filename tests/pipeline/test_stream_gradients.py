@@ -15,6 +15,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import shards, stream_gradients
 from tests.conftest import MakeModel
+from tests.models.tiny import save_tiny
 
 TOKENS = torch.arange(3 * 20).view(3, 20) * 7 % 320
 RECIPE: dict[str, Any] = {
@@ -105,6 +106,13 @@ def test_a_direction_along_the_token_does_not_reach_it(make_model: MakeModel) ->
         centred = x - x.mean(-1, keepdim=True) if layer_norm else x
         assert (found * centred).sum(-1).abs().max() < 1e-4
         assert not layer_norm or found.mean(-1).abs().max() < 1e-5
+
+
+def test_a_linear_that_no_gradient_reaches_is_rounded_by_itself(tmp_path: Path) -> None:
+    """GLM's indexer runs without gradients: it only chooses tokens."""
+    source = save_tiny("glm_moe_dsa", tmp_path / "source")
+    out = run(source, tmp_path / "out")
+    assert "model.layers.0.self_attn.indexer.wk.qweight" in Checkpoint(out).entries
 
 
 def test_blocks_without_a_backward_pass_are_rounded_without_it(

@@ -36,7 +36,7 @@ LONGEST = 16.0
 
 
 class NoBackward(QtoolError):
-    """A backward pass through a block fails."""
+    """A backward pass through the blocks fails."""
 
 
 def stream_gradients(
@@ -52,7 +52,8 @@ def stream_gradients(
         text: the tokens of the calibration text.
 
     Raises:
-        NoBackward: autograd cannot take a block.
+        NoBackward: autograd cannot take a block, or the head reads something else than what the
+            last block returns.
     """
     inputs = []
     for block in built.blocks():
@@ -109,6 +110,10 @@ def _before_norm(
 ) -> Tensor:
     """Gradients of random directions of the logits at the input of the final norm."""
     x = batch.hidden.to(directions.device).float()
+    if x.shape[-1] != len(directions):
+        raise NoBackward(
+            f"the last one returns {x.shape[-1]} channels, and the head reads {len(directions)}"
+        )
     drawn = torch.randn(x.shape, generator=random, device=x.device) @ directions
     if layer_norm:
         x, drawn = x - x.mean(-1, keepdim=True), drawn - drawn.mean(-1, keepdim=True)

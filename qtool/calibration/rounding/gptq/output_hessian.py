@@ -21,6 +21,7 @@ Legend: N output channels, K input channels, S sets, H hidden size, T tokens.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import keeping_outputs, with_gradients
 from qtool.calibration.rounding.gptq.hessian import Hessian
-from qtool.calibration.statistics import batch_shapes
+from qtool.calibration.statistics import batch_shapes, own_subset
 from qtool.calibration.timing import phase
 from qtool.distributed import ranks
 
@@ -54,25 +55,20 @@ def output_hessians(
     for names in stacks:
         sets = row_sets(sum(len(block.weight(name)) for name in names))
         sums[names[0]] = [Hessian(len(rows), block.device) for rows in sets]
-    every = [part for parts in sums.values() for part in parts]
-    shapes, left = batch_shapes(batches), SEQUENCES
-    for turn, own in enumerate(ranks.lockstep(batches, len(shapes))):
-        together = shapes[turn * ranks.size() : (turn + 1) * ranks.size()]
-        for rank, (size, _) in enumerate(together):
-            if rank == ranks.rank() and own is not None:
-                random = torch.Generator(block.device)
-                random.manual_seed((turn * ranks.size() + rank) << 16 | block.index)
-                sequences = [own.part(slice(i, i + 1)) for i in range(min(size, left))]
-                found = [_gradients(block, sequence, random, stacks) for sequence in sequences]
-                for name, parts in sums.items():  # one addition a batch, as on any number of ranks
-                    gradients = [one[name] for one in found if name in one]
-                    for s, part in enumerate(parts if gradients else ()):
+    sizes = [size for size, _ in batch_shapes(batches)]
+    for turn, own in enumerate(ranks.lockstep(own_subset(batches, SEQUENCES))):
+        if own is not None:
+            number = turn * ranks.size() + ranks.rank()
+            random = torch.Generator(block.device).manual_seed(number << 16 | block.index)
+            count = min(sizes[number], SEQUENCES - sum(sizes[:number]))
+            sequences = [own.part(slice(i, i + 1)) for i in range(count)]
+            found = [_gradients(block, sequence, random, stacks) for sequence in sequences]
+            for name, parts in sums.items():  # added at once, as on any number of ranks
+                if gradients := [one[name] for one in found if name in one]:
+                    for s, part in enumerate(parts):
                         part.add(torch.cat(gradients)[:, s :: len(parts)])
-            left = max(0, left - size)
-        for part in every:
+        for part in chain.from_iterable(sums.values()):
             part.step()
-        if not left:
-            break
     return {name: [part.complete().h for part in parts] for name, parts in sums.items()}
 
 
@@ -95,8 +91,9 @@ def _gradients(
         _, leaving = with_gradients(block, sequence)
         drawn = torch.randn(leaving.shape, generator=random, device=leaving.device)
         at_end = (drawn @ block.sensitivity).to(leaving.dtype)
-        found = torch.autograd.grad(leaving, [*outputs.values()], at_end, allow_unused=True)
-    by_name = {n: g.flatten(0, -2) for n, g in zip(outputs, found, strict=True) if g is not None}
+        reached = {n: output for n, output in outputs.items() if output.requires_grad}
+        found = torch.autograd.grad(leaving, [*reached.values()], at_end, allow_unused=True)
+    by_name = {n: g.flatten(0, -2) for n, g in zip(reached, found, strict=True) if g is not None}
     gradients = {}
     for stack in stacks:
         if all(name in by_name for name in stack):
