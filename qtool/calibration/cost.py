@@ -17,6 +17,10 @@ from qtool.models.family import Family
 from qtool.models.parts import Heads, LinearGroup
 from qtool.schemes.base import Scheme
 
+#: forwards that take as long as a forward and a backward pass of a block without gradients of
+#: weights: attention runs as plain products (:func:`.forwards.with_gradients`)
+GRADIENTS = 6
+
 
 @dataclass
 class Work:

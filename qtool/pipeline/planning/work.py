@@ -7,7 +7,7 @@ least time that a device allows.
 from collections import Counter
 from math import prod
 
-from qtool.calibration.cost import BlockShape, Work
+from qtool.calibration.cost import GRADIENTS, BlockShape, Work
 from qtool.calibration.method import LEARNING_SEQUENCES
 from qtool.pipeline.job import Job
 from qtool.plugins import require_returned
@@ -41,11 +41,9 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
     if job.balances_experts and job.needs_data:  # a forward that observes the routers
         routed = (g.linears for g in shape.family.groups if g.routed)
         work += Work(forward_flops=shape.forward_flops() - sum(map(shape.linear_flops, routed)))
-    if job.rounding.weighs_outputs and job.needs_data:  # forwards, then backwards through forwards
-        share = min(1.0, LEARNING_SEQUENCES / samples)
-        work += Work(
-            read_bytes=2 * work.read_bytes, forward_flops=3 * share * shape.forward_flops()
-        )
+    if job.rounding.weighs_outputs and job.needs_data:  # a forward pass, and one with gradients
+        few = min(1.0, LEARNING_SEQUENCES / samples) * shape.forward_flops()
+        work += Work(read_bytes=2 * work.read_bytes, forward_flops=(1 + GRADIENTS) * few)
     for method in job.methods:
         work += require_returned(method, "work", method.work(shape), Work)
     return work

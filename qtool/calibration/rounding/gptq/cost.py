@@ -5,7 +5,7 @@ Legend: N output channels, K input channels.
 
 from collections.abc import Sequence
 
-from qtool.calibration.cost import BlockShape, Work
+from qtool.calibration.cost import GRADIENTS, BlockShape, Work
 from qtool.calibration.rounding.gptq.gptq import PANEL, GptqOptions
 from qtool.calibration.rounding.gptq.hessian import panels
 from qtool.calibration.rounding.gptq.memory import (
@@ -19,6 +19,9 @@ from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers
 from qtool.calibration.rounding.gptq.rows import CHUNKS
 from qtool.calibration.stacking import by_role
 from qtool.models.parts import LinearGroup
+
+#: panels of a chunk of rows that take as long as one of all rows (an 8B on an H200)
+CHUNK_PANELS = 8
 
 
 def work(options: GptqOptions, block: BlockShape) -> Work:
@@ -87,11 +90,11 @@ def _solving(options: GptqOptions, block: BlockShape, groups: Sequence[LinearGro
 def _outputs(options: GptqOptions, block: BlockShape) -> Work:
     """The work of the output side of the Hessian, beside that of rounding without it.
 
-    It is a forward and a backward pass of some sequences, which has no gradients of weights; G of
-    all sets of rows; their factors and feedbacks; and sweeps of a chunk's rows in place of all.
+    It is a forward and a backward pass of some sequences; G of all sets of rows; their factors and
+    feedbacks; and sweeps of a chunk's rows in place of all.
     """
     share = min(1.0, SEQUENCES / block.samples)
-    found = Work(forward_flops=2 * share * block.forward_flops())
+    found = Work(forward_flops=GRADIENTS * share * block.forward_flops())
     for n, k in block.stacked(group for group in block.family.groups if not group.routed):
         for rows in map(len, row_sets(n)):
             summed = sum(r.stop * (c.stop - c.start) for r, c in panels(rows))
@@ -100,7 +103,8 @@ def _outputs(options: GptqOptions, block: BlockShape) -> Work:
                 # half of a product of all rows with all others, less what is inside a chunk
                 rounding_flops=rows**3 / 3 + (1 - 1 / CHUNKS) * rows * rows * k,
             )
-        found += Work(rounding_panels=(CHUNKS - 1) * -(-k // PANEL) * (1 + 3 * options.rounds))
+        panels_more = (CHUNKS - 1) * -(-k // PANEL) * (1 + 3 * options.rounds)
+        found += Work(rounding_panels=panels_more / CHUNK_PANELS)
     return found
 
 
