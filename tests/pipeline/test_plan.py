@@ -131,7 +131,8 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
     assert Gptq(stream=0).work(shape).hessian_flops == 2 * gptq.hessian_flops
     outputs = Gptq(residual=0, output_hessian=True).work(shape).hessian_flops - gptq.hessian_flops
     stacked = (sum(shape.linears[name][0] for name in g.linears) for g in family.groups)
-    assert outputs == 2 * 72 * sum(rows**2 for rows in stacked)
+    whole = 2 * 72 * sum(rows**2 for rows in stacked)
+    assert whole / 2 < outputs <= whole  # the upper triangles, by panels
     learned = Rotate(learn_steps=1)  # of the first sequences alone
     assert (
         counted(lambda: learned.learn([block], batches))
