@@ -257,6 +257,8 @@ class Shards:
 
     def _sensitivity(self, index: int) -> Tensor | None:
         """What :meth:`_differentiate` has found for block ``index``, if anything."""
+        if not self.job.rounding.weighs_outputs:
+            return None
         found = None
         if ranks.rank() == 0 and (kept := self.output.kept(_gradients(index))):
             found = read(kept[0]["factor"])
