@@ -128,7 +128,7 @@ def online_hadamard() -> str:
 
 def output_hessian() -> str:
     """``best`` by GPTQ without and with the output side of the Hessian, and its time."""
-    found = results("output-hessian")
+    found, weighed_by = results("output-hessian"), results("output-hessian-on")
     rows = [
         [
             f"`{alike['scheme']}`",
@@ -137,10 +137,11 @@ def output_hessian() -> str:
             f"{weighed['kl'] / alike['kl'] - 1:+.0%}",
             f"{weighed['seconds'] / alike['seconds']:.1f}x",
         ]
-        for alike, weighed in zip(found["rows"], results("output-hessian-on")["rows"], strict=True)
+        for alike, weighed in zip(found["rows"], weighed_by["rows"], strict=True)
     ]
     head = ["scheme", "outputs alike", "`output_hessian`", "change", "CPU time"]
-    return markdown(head, rows) + made_by(found)
+    command = f"{found['command']}; {weighed_by['command']}"
+    return markdown(head, rows) + made_by(found | {"command": command})
 
 
 def divergences(name: str) -> dict[str, float]:

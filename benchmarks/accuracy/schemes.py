@@ -194,6 +194,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Print the table, and keep it where --write says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -10,6 +10,7 @@ from torch.nn.functional import normalize
 from transformers import AutoModelForCausalLM
 
 from qtool import recipes
+from qtool.calibration.batch import Batch, BlockArguments
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import Calibration, quantize
@@ -94,8 +95,6 @@ def test_directions_of_the_logits_are_those_of_log_probabilities(make_model: Mak
 
 def test_a_direction_along_the_token_does_not_reach_it(make_model: MakeModel) -> None:
     """The final norm takes it out; with LayerNorm also the mean. A zero token is finite."""
-    from qtool.calibration.batch import Batch, BlockArguments
-
     x = torch.randn(1, 5, 8)
     x[0, 2] = 0
     batch = Batch(x, BlockArguments([], []))

@@ -9,7 +9,7 @@ from qtool.calibration.forwards import inputs_of
 from qtool.calibration.rounding.gptq import output_hessian, rows
 from qtool.calibration.rounding.gptq.gptq import Problem
 from qtool.calibration.rounding.gptq.gptq import solve as solve_problems
-from qtool.calibration.rounding.gptq.output_hessian import output_hessians, row_sets
+from qtool.calibration.rounding.gptq.output_hessian import output_hessians
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.schemes import SCHEMES, get
 from tests.calibration.conftest import CONFIGS, make_model, random_block
@@ -31,9 +31,9 @@ def test_a_chunk_makes_up_for_the_errors_of_those_before(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows that are left would cancel what the errors cost, if they were free to do so."""
-    monkeypatch.setattr(output_hessian, "MOST_ROWS", most)
+    monkeypatch.setattr(rows, "MOST_ROWS", most)
     random, n, k = torch.Generator().manual_seed(0), 30, 7
-    target, error, sets = torch.randn(n, k, generator=random), torch.zeros(n, k), row_sets(n)
+    target, error, sets = torch.randn(n, k, generator=random), torch.zeros(n, k), rows.row_sets(n)
     assert sorted(row for own in sets for row in own) == list(range(n))
     whole, hessians = torch.zeros(n, n), []
     for seed, own in enumerate(sets):
@@ -43,7 +43,7 @@ def test_a_chunk_makes_up_for_the_errors_of_those_before(
         place = torch.tensor(own)
         whole[place[:, None], place] = g
     done: list[int] = []
-    for chunk, moved in rows.row_chunks(target, error, sets, hessians):
+    for chunk, moved in rows.row_chunks(target, error, hessians):
         left = [row for row in range(n) if row not in done]
         best = -torch.linalg.solve(whole[left][:, left], whole[left][:, done] @ error[done])
         place = [left.index(row) for row in chunk.tolist()]

@@ -14,9 +14,9 @@ from qtool.calibration.rounding.gptq.memory import (
     others_bytes,
     problems_at_once,
 )
-from qtool.calibration.rounding.gptq.output_hessian import SEQUENCES, row_sets
+from qtool.calibration.rounding.gptq.output_hessian import SEQUENCES
 from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers
-from qtool.calibration.rounding.gptq.rows import CHUNKS
+from qtool.calibration.rounding.gptq.rows import CHUNKS, row_sets
 from qtool.calibration.stacking import by_role
 from qtool.models.parts import LinearGroup
 

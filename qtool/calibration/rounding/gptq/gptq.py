@@ -50,7 +50,6 @@ from qtool.calibration.rounding.gptq.clip_search import fit_groups
 from qtool.calibration.rounding.gptq.columns import sweep
 from qtool.calibration.rounding.gptq.factor import Factor
 from qtool.calibration.rounding.gptq.hessian import Hessian
-from qtool.calibration.rounding.gptq.output_hessian import row_sets
 from qtool.calibration.rounding.gptq.rows import row_chunks
 from qtool.calibration.rounding.gptq.sparsegpt import prune
 from qtool.calibration.rounding.scales import refit
@@ -232,8 +231,7 @@ def solve_rows(problem: Problem, options: GptqOptions) -> Solution:
     """
     scheme, (s,) = problem.scheme, prepared([problem], options)
     codes, error = torch.zeros_like(s.target, dtype=scheme.code_dtype), torch.zeros_like(s.target)
-    sets = row_sets(len(s.target))
-    for chunk, target in row_chunks(s.target, error, sets, problem.outputs):
+    for chunk, target in row_chunks(s.target, error, problem.outputs):
         own = ranks.local_rows(len(chunk), ROWS)
         rows, keep = chunk[own], None if s.keep is None else s.keep[chunk[own]]
         part = replace(s, target=target[own], keep=keep, params=scheme.rows_of(s.params, rows))

@@ -13,9 +13,8 @@ For each token a gradient at the block's output is drawn from the second moments
 the block, after all transforms, takes it to the outputs of the linears. Every ``g_t`` is scaled to
 length 1, because the gradient of a massive activation may be 10^8 times as long as the others.
 
-The rows of a weight are cut into sets of at most :data:`MOST_ROWS`, and G is taken to be 0 between
-two sets. Set s has the rows s, s + S, ..., so that the rows of one channel of gate and up, which
-are stacked, are in one set.
+The rows of a weight are cut into sets (:func:`.rows.row_sets`), and G is taken to be 0 between two
+of them.
 
 Legend: N output channels, K input channels, S sets, H hidden size, T tokens.
 """
@@ -31,12 +30,11 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import keeping_outputs, with_gradients
 from qtool.calibration.rounding.gptq.hessian import Hessian
+from qtool.calibration.rounding.gptq.rows import row_sets
 from qtool.calibration.statistics import batch_shapes, own_subset
 from qtool.calibration.timing import phase
 from qtool.distributed import ranks
 
-#: most rows of a set
-MOST_ROWS = 8192
 #: calibration sequences whose tokens are counted
 SEQUENCES = 16
 
@@ -70,12 +68,6 @@ def output_hessians(
         for part in chain.from_iterable(sums.values()):
             part.step()
     return {name: [part.complete().h for part in parts] for name, parts in sums.items()}
-
-
-def row_sets(rows: int) -> list[range]:
-    """The rows of each set."""
-    count = -(-rows // MOST_ROWS)
-    return [range(s, rows, count) for s in range(count)]
 
 
 def _gradients(

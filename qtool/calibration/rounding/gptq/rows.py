@@ -19,6 +19,8 @@ from torch import Tensor
 
 from qtool.calibration.precision import product
 
+#: most rows of a set
+MOST_ROWS = 8192
 #: chunks into which the rows are cut; chunk c has the rows c, c + CHUNKS, ... of each set
 CHUNKS = 4
 #: share of the mean of ``diag G`` that is added to it, because G is an estimate
@@ -26,16 +28,16 @@ DAMPING = 0.3
 
 
 def row_chunks(
-    target: Tensor, error: Tensor, sets: Sequence[range], hessians: Sequence[Tensor]
+    target: Tensor, error: Tensor, hessians: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The rows of each chunk, and their moved target ``[rows, K]``.
 
     Args:
         target: T of all rows.
         error: E of all rows, into which the caller writes each chunk's before it takes the next.
-        sets: the rows of each set; rows of two sets do not depend on each other.
         hessians: G of each set ``[N, N]``; a row on which nothing depends is rounded by itself.
     """
+    sets = row_sets(len(target))
     orders = [by_chunk(rows, target.device) for rows in sets]
     factors = [
         upper_factor(g, (order - rows.start) // rows.step)
@@ -56,6 +58,16 @@ def row_chunks(
             every.append(order[own])
             moved.append(wanted)
         yield torch.cat(every), torch.cat(moved)
+
+
+def row_sets(rows: int) -> list[range]:
+    """The rows of each of S sets, which do not depend on each other.
+
+    Set s has the rows s, s + S, ..., so that the rows of one channel of gate and up, which are
+    stacked, are in one set.
+    """
+    count = -(-rows // MOST_ROWS)
+    return [range(s, rows, count) for s in range(count)]
 
 
 def by_chunk(rows: range, device: torch.device) -> Tensor:
