@@ -45,10 +45,22 @@ def with_gradients(block: Block, batch: Batch) -> tuple[Tensor, Tensor]:
     plain products, whose gradients are the same in each run; those of fused kernels are not.
     """
     entering = batch.hidden.to(block.device).detach().requires_grad_()
-    plain = sdpa_kernel(SDPBackend.MATH) if batch.shape[1] <= PLAIN_ATTENTION else nullcontext()
+    plain = plain_attention() if batch.shape[1] <= PLAIN_ATTENTION else nullcontext()
     with torch.enable_grad(), plain:
         # a copy, since some blocks add to their input in place
         return entering, forward(block, replace(batch, hidden=entering.clone()), **block.full_kv)
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """While open, attention is plain products in the dtype of its inputs, not in float32."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
 @contextmanager
