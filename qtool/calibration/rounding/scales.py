@@ -15,7 +15,7 @@ Legend: N output channels, K input channels, G groups of a panel.
 import torch
 from torch import Tensor
 
-from qtool.calibration.precision import by_rows, product
+from qtool.calibration.precision import by_rows, coarse_product, product
 from qtool.errors import QtoolError
 from qtool.schemes.base import Params, Scheme, stored_scale
 from qtool.schemes.protocol import probe
@@ -65,7 +65,7 @@ def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian
     ratios = []
     for first, stop in _panels(values.shape[1], size):
         panel = slice(first, stop)
-        pull, power = product(error, hessian[:, panel]), _power(values, hessian, panel, size)
+        pull, power = coarse_product(error, hessian[:, panel]), _power(values, hessian, panel, size)
         for start, own_power in zip(range(first, stop, size), power.unbind(1), strict=True):
             columns, later = slice(start, start + size), slice(start + size, stop)
             value, own = values[:, columns], start - first

@@ -16,6 +16,9 @@ from qtool.calibration.precision import stack
 from qtool.calibration.rounding.gptq import columns_triton
 from qtool.schemes.base import Grid
 
+#: columns rounded on a CPU before the rest of the weight gets their errors
+PANEL = 128
+
 
 def sweep(
     weight: Tensor,
@@ -26,7 +29,7 @@ def sweep(
     *,
     causal: bool = False,
     keep: Tensor | None = None,
-    panel: int = 128,
+    panel: int | None = None,
 ) -> Tensor:
     """One pass over the columns, a panel of them at a time.
 
@@ -38,7 +41,7 @@ def sweep(
         group: the group of each column ``[E, K]``.
         causal: ``M`` is strictly upper (GPTQ's): a column gets the errors of those before it only.
         keep: bool ``[E, N, K]``, False where the value must be zero (pruned); None: dense.
-        panel: columns of a panel; changes speed only.
+        panel: columns of a panel, by default as many as are fast; changes speed only.
 
     Returns:
         Codes ``[E, N, K]``, integral, in weight's dtype or, on a GPU, int16.
@@ -46,7 +49,7 @@ def sweep(
     if columns_triton.runs_on(weight):
         arguments = weight, error, feedback, grid, group
         return columns_triton.sweep(*arguments, causal=causal, keep=keep, panel=panel)
-    codes = torch.empty_like(weight)
+    codes, panel = torch.empty_like(weight), panel or PANEL
     for start in range(0, weight.shape[2], panel):
         columns = slice(start, start + panel)
         before = slice(0, start) if causal else slice(None)

@@ -1,11 +1,14 @@
 """The sweep on a GPU: one fused kernel and one matrix product for each panel of columns.
 
-The kernel rounds a panel: a program holds ``ROWS x b`` targets in registers, reads column k out of
-the tile by a masked sum, rounds it and adds what its error changed to the columns after it. The
-product then adds what the panel changed to all columns behind it, ``T[:, later] += (E - E_old)
-M[panel, later]``, so that a target is ready when its turn comes. A product sums over ``b`` terms
-only, in the same order for any number of rows, so that a row gets the same codes in any share of
-the rows.
+The kernel rounds a panel. A program holds ``ROWS x b`` targets, and those of ``SUB`` columns a
+second time. It rounds all of these columns in each step, of which one has its final target, and
+adds what that column's error changed to the columns after it. So threads exchange nothing but sums
+over ``SUB`` columns.
+
+The product then adds what the panel changed to all columns behind it, ``T[:, later] += (E - E_old)
+M[panel, later]``, so that a target is ready when its turn comes. It sums over ``b`` terms only, in
+the same order for any number of rows, so that a row gets the same codes in any share of the rows.
+Products round their operands to TF32: what an error adds to a target is 8e-4 off.
 """
 
 from importlib.util import find_spec
@@ -13,12 +16,18 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from qtool.calibration.precision import product, stack
+from qtool.calibration.precision import coarse_product, stack, tensor_cores
 from qtool.schemes.base import Grid
 
-#: least number of rows, with the rows and the warps of a program for it: few rows get small
-#: programs, to fill all multiprocessors
-SIZES = ((8192, 32, 1), (4097, 16, 4), (0, 8, 4))
+#: columns of a panel: a launch takes as long as 128 columns of few rows
+PANEL = 256
+#: rows of a program, one warp; many rows get larger programs
+ROWS, MANY_ROWS, MANY = 8, 16, 16384
+#: columns that are rounded in each step
+SUB = 8
+#: least number of columns for which the library's product sums each row in the same order, whatever
+#: the number of rows (of a panel's terms, on an H200; with 8 columns it does not)
+WIDE = 128
 
 if find_spec("triton"):
     import triton
@@ -32,10 +41,7 @@ if find_spec("triton"):
         weight_ptr,
         error_ptr,
         feedback_ptr,
-        step_ptr,
-        offset_ptr,
-        low_ptr,
-        high_ptr,
+        grid_ptr,
         group_ptr,
         keep_ptr,
         codes_ptr,
@@ -43,51 +49,66 @@ if find_spec("triton"):
         n,
         columns,
         groups,
+        fields,
         start,
         b,
         SPARSE: tl.constexpr,
         ROWS: tl.constexpr,
         B: tl.constexpr,
+        SUB: tl.constexpr,
     ):
         problem = tl.program_id(1).to(tl.int64)
         own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         valid = own < n
-        row = problem * n + own  # index among the rows of all problems
-        feedback_ptr += problem * columns * columns
-        group_ptr += problem * columns
-        column = tl.arange(0, B)
-        inside = valid[:, None] & (column[None, :] < b)
-        target = tl.load(target_ptr + row[:, None] * columns + start + column[None, :], inside, 0.0)
-        for k in range(b):
-            one = row * columns + start + k
-            of = row * groups + tl.load(group_ptr + start + k)
-            step, offset = tl.load(step_ptr + of, valid, 1.0), tl.load(offset_ptr + of, valid, 0.0)
-            low, high = tl.load(low_ptr + of, valid, 0), tl.load(high_ptr + of, valid, 0)
-            weight, old = (
-                tl.load(weight_ptr + one, valid, 0.0),
-                tl.load(error_ptr + one, valid, 0.0),
-            )
-            line = feedback_ptr + (start + k).to(tl.int64) * columns + start
-            after = tl.load(line + column, (column > k) & (column < b), 0.0)
-            wanted = tl.sum(tl.where(column[None, :] == k, target, 0.0), 1)
+        row = (problem * n + own)[:, None]  # index among the rows of all problems
+        feedback_ptr += problem * columns * columns + start
+        group_ptr += problem * columns + start
+        every, few = tl.arange(0, B), tl.arange(0, SUB)
+        mask = valid[:, None] & (every[None, :] < b)
+        targets = tl.load(target_ptr + row * columns + start + every[None, :], mask, 0.0)
+        for first in range(0, b, SUB):
+            column = first + few
+            inside = valid[:, None] & (column[None, :] < b)
+            at = row * columns + start + column[None, :]
+            of = row * groups + tl.load(group_ptr + column, column < b, 0)[None, :]
+            step = tl.load(grid_ptr + of, inside, 1.0)
+            offset = tl.load(grid_ptr + fields + of, inside, 0.0)
+            low = tl.load(grid_ptr + 2 * fields + of, inside, 0.0)
+            high = tl.load(grid_ptr + 3 * fields + of, inside, 0.0)
+            inverse = tl.div_rn(1.0, step)
+            centred = tl.load(weight_ptr + at, inside, 0.0) - offset
+            old = tl.load(error_ptr + at, inside, 0.0)
+            part = (tl.arange(0, B // SUB) == first // SUB)[None, :, None]
+            target = tl.sum(tl.where(part, tl.reshape(targets, (ROWS, B // SUB, SUB)), 0.0), 1)
+            target -= offset
             if SPARSE:
-                wanted = tl.where(tl.load(keep_ptr + one, valid, 0) != 0, wanted, 0.0)
-            code = tl.div_rn(wanted - offset, step)
-            code = tl.minimum(tl.maximum(code, low.to(tl.float32)), high.to(tl.float32))
-            code = (code + MAGIC) - MAGIC
-            error = weight - (code * step + offset)
-            change = error - old
-            tl.store(codes_ptr + one, code.to(tl.int16), valid)
-            tl.store(error_ptr + one, error, valid)
-            tl.store(change_ptr + row * B + k, change, valid)
-            target += change[:, None] * after[None, :]
+                pruned = tl.load(keep_ptr + at, inside, 0) == 0
+            code, change = target, target
+            for k in tl.static_range(SUB):
+                wanted = target
+                if SPARSE:
+                    wanted = tl.where(pruned, -offset, target)
+                code = tl.minimum(tl.maximum(wanted * inverse, low), high)
+                code = (code + MAGIC) - MAGIC
+                change = centred - old - code * step
+                final = tl.sum(tl.where(few[None, :] == k, change, 0.0), 1)[:, None]
+                line = feedback_ptr + (start + first + k).to(tl.int64) * columns
+                real = first + k < b
+                near = real & (few > k) & (column < b)
+                behind = real & (every >= first + SUB) & (every < b)
+                target += final * tl.load(line + column, near, 0.0)[None, :]
+                targets += final * tl.load(line + every, behind, 0.0)[None, :]
+            tl.store(codes_ptr + at, code.to(tl.int16), inside)
+            tl.store(error_ptr + at, centred - code * step, inside)
+            tl.store(change_ptr + row * B + column[None, :], change, inside)
 
 
 def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can round ``weight``; without triton torch's operations run."""
+    """Whether the fused kernels can round ``weight``; without triton torch's operations run."""
     return weight.is_cuda and weight.dtype == torch.float32 and find_spec("triton") is not None
 
 
+@tensor_cores()
 def sweep(
     weight: Tensor,
     error: Tensor,
@@ -97,18 +118,20 @@ def sweep(
     *,
     causal: bool = False,
     keep: Tensor | None = None,
-    panel: int = 128,
+    panel: int | None = None,
 ) -> Tensor:
     """``columns.sweep`` of contiguous ``error``; codes are int16."""
-    problems, n, columns = weight.shape
+    (problems, n, columns), panel = weight.shape, panel or PANEL
     weight, feedback, group = weight.contiguous(), feedback.contiguous(), group.contiguous()
     alone = zip(weight, error, feedback, strict=True)
-    target = weight.clone() if causal else stack([product(e, m).add_(w) for w, e, m in alone])
+    target = (
+        weight.clone() if causal else stack([coarse_product(e, m).add_(w) for w, e, m in alone])
+    )
     codes, width = torch.empty_like(weight, dtype=torch.int16), triton.next_power_of_2(panel)
     change = weight.new_empty(problems, n, width)
-    fields = [field.contiguous() for field in (grid.step, grid.offset, grid.low, grid.high)]
+    fields = torch.stack([grid.step, grid.offset, grid.low.float(), grid.high.float()])
     kept = weight if keep is None else keep.to(torch.int8).contiguous()
-    rows, warps = next(size for least, *size in SIZES if problems * n >= least)
+    rows = MANY_ROWS if problems * n >= MANY else ROWS
     for start in range(0, columns, panel):
         b = min(panel, columns - start)
         _round_panel[(triton.cdiv(n, rows), problems)](
@@ -116,23 +139,33 @@ def sweep(
             weight,
             error,
             feedback,
-            *fields,
+            fields,
             group,
             kept,
             codes,
             change,
             n,
             columns,
-            fields[0].shape[2],
+            fields.shape[-1],
+            fields[0].numel(),
             start,
             b,
             SPARSE=keep is not None,
             ROWS=rows,
             B=width,
-            num_warps=warps,
+            SUB=min(SUB, width),
+            num_warps=1,
         )
         later = slice(start + b, None)
         if start + b < columns:  # one product at a time: a batched one may add in another order
             for one, changed, m in zip(target, change, feedback, strict=True):
-                one[:, later].addmm_(changed[:, :b], m[start : start + b, later])
+                _add_product(one[:, later], changed[:, :b], m[start : start + b, later])
     return codes
+
+
+def _add_product(target: Tensor, change: Tensor, feedback: Tensor) -> None:
+    """Add ``change feedback`` to ``target``."""
+    if target.shape[1] < WIDE:
+        target += coarse_product(change, feedback)
+    else:
+        target.addmm_(change, feedback)
