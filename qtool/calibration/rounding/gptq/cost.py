@@ -6,7 +6,8 @@ Legend: N output channels, K input channels.
 from collections.abc import Sequence
 
 from qtool.calibration.cost import GRADIENTS, BlockShape, Work
-from qtool.calibration.rounding.gptq.gptq import PANEL, GptqOptions
+from qtool.calibration.rounding.gptq.columns import PANEL
+from qtool.calibration.rounding.gptq.gptq import GptqOptions
 from qtool.calibration.rounding.gptq.hessian import panels
 from qtool.calibration.rounding.gptq.memory import (
     hessians_in_turn,
@@ -14,9 +15,9 @@ from qtool.calibration.rounding.gptq.memory import (
     others_bytes,
     problems_at_once,
 )
-from qtool.calibration.rounding.gptq.output_hessian import SEQUENCES
+from qtool.calibration.rounding.gptq.output_hessian import sequences_of
 from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers
-from qtool.calibration.rounding.gptq.rows import CHUNKS, row_sets
+from qtool.calibration.rounding.gptq.rows import CHUNKS, MOST_ROWS
 from qtool.calibration.stacking import by_role
 from qtool.models.parts import LinearGroup
 
@@ -90,22 +91,27 @@ def _solving(options: GptqOptions, block: BlockShape, groups: Sequence[LinearGro
 def _outputs(options: GptqOptions, block: BlockShape) -> Work:
     """The work of the output side of the Hessian, beside that of rounding without it.
 
-    It is a forward and a backward pass of some sequences; G of all sets of rows; their factors and
-    feedbacks; and sweeps of a chunk's rows in place of all.
+    It is a forward and a backward pass of some sequences; G, its factor and feedback; and sweeps of
+    a chunk's rows in place of all.
     """
-    share = min(1.0, SEQUENCES / block.samples)
+    share = sequences_of(block.samples, block.tokens // block.samples) / block.samples
     found = Work(forward_flops=GRADIENTS * share * block.forward_flops())
-    for n, k in block.stacked(group for group in block.family.groups if not group.routed):
-        for rows in map(len, row_sets(n)):
-            summed = sum(r.stop * (c.stop - c.start) for r, c in panels(rows))
-            found += Work(
-                hessian_flops=2 * share * block.tokens * summed,
-                # half of a product of all rows with all others, less what is inside a chunk
-                rounding_flops=rows**3 / 3 + (1 - 1 / CHUNKS) * rows * rows * k,
-            )
+    for n, k in _sharing(block):
+        summed = sum(r.stop * (c.stop - c.start) for r, c in panels(n))
         panels_more = (CHUNKS - 1) * -(-k // PANEL) * (1 + 3 * options.rounds)
-        found += Work(rounding_panels=panels_more / CHUNK_PANELS)
+        found += Work(
+            hessian_flops=2 * share * block.tokens * summed,
+            # half of a product of all rows with all others, less what is inside a chunk
+            rounding_flops=n**3 / 3 + (1 - 1 / CHUNKS) * n * n * k,
+            rounding_panels=panels_more / CHUNK_PANELS,
+        )
     return found
+
+
+def _sharing(block: BlockShape) -> list[tuple[int, int]]:
+    """The problems ``[N, K]`` whose rows make up for each other's errors."""
+    dense = block.stacked(group for group in block.family.groups if not group.routed)
+    return [(n, k) for n, k in dense if n <= MOST_ROWS]
 
 
 def held_bytes(options: GptqOptions, block: BlockShape) -> int:
@@ -129,9 +135,8 @@ def held_bytes(options: GptqOptions, block: BlockShape) -> int:
             worst = max(worst, 4 * left + (total - left) + solving)
         left -= sum(n * k for n, k in problems)
     floats = kept_input_bytes(block.family, block.linears, block.tokens)
-    if options.output_hessian:  # G of all sets of rows; its factors are smaller than what is swept
-        dense = block.stacked(group for group in block.family.groups if not group.routed)
-        worst += sum(4 * len(rows) ** 2 for n, _ in dense for rows in row_sets(n))
+    if options.output_hessian:  # every G; its factors are smaller than what is swept
+        worst += sum(4 * n**2 for n, _ in _sharing(block))
     return worst + (2 * total + floats if options.residual else 0)
 
 

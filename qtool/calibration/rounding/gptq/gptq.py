@@ -47,7 +47,7 @@ from torch import Tensor
 
 from qtool.calibration.precision import ROWS, product, stack
 from qtool.calibration.rounding.gptq.clip_search import fit_groups
-from qtool.calibration.rounding.gptq.columns import sweep
+from qtool.calibration.rounding.gptq.columns import PANEL, sweep
 from qtool.calibration.rounding.gptq.factor import Factor
 from qtool.calibration.rounding.gptq.hessian import Hessian
 from qtool.calibration.rounding.gptq.rows import row_chunks
@@ -58,8 +58,6 @@ from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.schemes.base import ClipRatio, Grid, Params, Scheme
 
-#: columns rounded before the rest of the weight gets their errors
-PANEL = 128
 #: the range of the scales' dtype, divided by the largest target that is allowed: values of codes
 #: and refitted scales may be larger than the target
 HEADROOM = 16
@@ -87,7 +85,8 @@ class GptqOptions:
             many times the median counts as the median; 0: all as they are.
         output_hessian: let the rows of a weight make up for each other's errors, by how the model's
             logits depend on the linear's outputs (:mod:`.output_hessian`, :mod:`.rows`). Routed
-            experts are rounded without it.
+            experts, and linears of one input with more than 8192 rows together, are rounded without
+            it.
     """
 
     damping: float = 0.1
@@ -114,7 +113,7 @@ class GptqOptions:
 class Problem:
     """A weight ``[N, K]`` float32 to round, the moments of its input, and clips chosen before.
 
-    ``lacking`` holds the weight's rows ``[N, K]`` of S, and ``outputs`` G of each set of rows
+    ``lacking`` holds the weight's rows ``[N, K]`` of S, and ``outputs`` G ``[N, N]``
     (:mod:`.output_hessian`).
     """
 
@@ -124,7 +123,7 @@ class Problem:
     clip: ClipRatio = 1.0
     group_clip: ClipRatio = 1.0
     lacking: Tensor | None = None
-    outputs: Sequence[Tensor] = ()
+    outputs: Tensor | None = None
 
 
 @dataclass
@@ -217,7 +216,7 @@ def _require_shapes(weight: Tensor, inputs: Tensor | None, hessian: Tensor | Non
 
 def solve(problems: Sequence[Problem], options: GptqOptions) -> list[Solution]:
     """Solve problems of one scheme and shape, each as if it were alone."""
-    if problems[0].outputs:
+    if problems[0].outputs is not None:
         return [solve_rows(problem, options) for problem in problems]
     states = prepared(problems, options)
     round_columns(problems, states, options)
@@ -229,6 +228,7 @@ def solve_rows(problem: Problem, options: GptqOptions) -> Solution:
 
     Ranks share the rows of a chunk.
     """
+    assert problem.outputs is not None
     scheme, (s,) = problem.scheme, prepared([problem], options)
     codes, error = torch.zeros_like(s.target, dtype=scheme.code_dtype), torch.zeros_like(s.target)
     for chunk, target in row_chunks(s.target, error, problem.outputs):
@@ -266,7 +266,7 @@ def round_columns(
                 error[e] = (s.target - scheme.dequantize(s.codes, s.params))[:, s.order]
             feedback = stack([descent_feedback(s.damped) for s in states if s.damped is not None])
         grid = stacked_grid(scheme, [s.params for s in states])
-        codes = sweep(target, error, feedback, grid, group, causal=not turn, keep=keep, panel=PANEL)
+        codes = sweep(target, error, feedback, grid, group, causal=not turn, keep=keep)
         for s, found in zip(states, codes, strict=True):
             s.codes = found[:, s.back].to(scheme.code_dtype)
 

@@ -13,14 +13,10 @@ For each token a gradient at the block's output is drawn from the second moments
 the block, after all transforms, takes it to the outputs of the linears. Every ``g_t`` is scaled to
 length 1, because the gradient of a massive activation may be 10^8 times as long as the others.
 
-The rows of a weight are cut into sets (:func:`.rows.row_sets`), and G is taken to be 0 between two
-of them.
-
-Legend: N output channels, K input channels, S sets, H hidden size, T tokens.
+Legend: N output channels, K input channels, H hidden size, T tokens.
 """
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -30,44 +26,48 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import keeping_outputs, with_gradients
 from qtool.calibration.rounding.gptq.hessian import Hessian
-from qtool.calibration.rounding.gptq.rows import row_sets
 from qtool.calibration.statistics import batch_shapes, own_subset
 from qtool.calibration.timing import phase
 from qtool.distributed import ranks
 
-#: calibration sequences whose tokens are counted
-SEQUENCES = 16
+#: most calibration sequences whose tokens are counted, and most tokens of several
+SEQUENCES, TOKENS = 16, 1 << 14
+
+
+def sequences_of(samples: int, seqlen: int) -> int:
+    """How many of ``samples`` sequences of up to ``seqlen`` tokens are counted."""
+    return min(samples, SEQUENCES, max(1, TOKENS // seqlen))
 
 
 def output_hessians(
     block: Block, batches: Sequence[Batch], stacks: Sequence[Sequence[str]]
-) -> dict[str, list[Tensor]]:
-    """G of each set of rows ``[N / S, N / S]``, for each of ``stacks``, by its first linear.
+) -> dict[str, Tensor]:
+    """G ``[N, N]`` of each of ``stacks``, by its first linear.
 
     Args:
         block: before any of its linears is rounded; it has a :attr:`~.Block.sensitivity`.
         batches: this rank's inputs of the float block.
         stacks: names of linears that share an input; their rows are stacked.
     """
-    sums: dict[str, list[Hessian]] = {}
-    for names in stacks:
-        sets = row_sets(sum(len(block.weight(name)) for name in names))
-        sums[names[0]] = [Hessian(len(rows), block.device) for rows in sets]
-    sizes = [size for size, _ in batch_shapes(batches)]
-    for turn, own in enumerate(ranks.lockstep(own_subset(batches, SEQUENCES))):
+    sums = {
+        names[0]: Hessian(sum(len(block.weight(name)) for name in names), block.device)
+        for names in stacks
+    }
+    sizes, lengths = zip(*batch_shapes(batches), strict=True)
+    counted = sequences_of(sum(sizes), max(lengths))
+    for turn, own in enumerate(ranks.lockstep(own_subset(batches, counted))):
         if own is not None:
             number = turn * ranks.size() + ranks.rank()
             random = torch.Generator(block.device).manual_seed(number << 16 | block.index)
-            count = min(sizes[number], SEQUENCES - sum(sizes[:number]))
+            count = min(sizes[number], counted - sum(sizes[:number]))
             sequences = [own.part(slice(i, i + 1)) for i in range(count)]
             found = [_gradients(block, sequence, random, stacks) for sequence in sequences]
-            for name, parts in sums.items():  # added at once, as on any number of ranks
+            for name, total in sums.items():  # added at once, as on any number of ranks
                 if gradients := [one[name] for one in found if name in one]:
-                    for s, part in enumerate(parts):
-                        part.add(torch.cat(gradients)[:, s :: len(parts)])
-        for part in chain.from_iterable(sums.values()):
-            part.step()
-    return {name: [part.complete().h for part in parts] for name, parts in sums.items()}
+                    total.add(torch.cat(gradients))
+        for total in sums.values():
+            total.step()
+    return {name: total.complete().h for name, total in sums.items()}
 
 
 def _gradients(

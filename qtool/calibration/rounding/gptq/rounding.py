@@ -32,6 +32,7 @@ from qtool.calibration.rounding.gptq.memory import (
 )
 from qtool.calibration.rounding.gptq.output_hessian import output_hessians
 from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers, share_of_tokens
+from qtool.calibration.rounding.gptq.rows import MOST_ROWS
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.rounding.scales import require_float_scale
@@ -48,12 +49,12 @@ from qtool.schemes import Scheme
 class Stack:
     """Linears of one scheme and one input, rounded as one weight ``[N, K]``, and that input's H.
 
-    ``outputs`` holds G of each set of rows, if the rounding weighs outputs.
+    ``outputs`` is G ``[N, N]``, if the rounding weighs outputs.
     """
 
     names: list[str]
     hessian: Hessian
-    outputs: Sequence[Tensor] = ()
+    outputs: Tensor | None = None
 
     def rows(self, block: Block) -> Iterator[slice]:
         """The rows of each linear in the stack."""
@@ -122,15 +123,23 @@ class Gptq(GptqOptions, Rounding):
 
     def outputs(
         self, block: Block, reference: Reference | None, batches: Sequence[Batch]
-    ) -> dict[str, list[Tensor]]:
-        """G of each stack of dense linears by its first one, if the rounding weighs outputs."""
+    ) -> dict[str, Tensor]:
+        """G of stacks of dense linears, by the first of each, if the rounding weighs outputs.
+
+        Stacks of more than :data:`.rows.MOST_ROWS` rows are left out.
+        """
         if not self.output_hessian or block.sensitivity is None:
             return {}
         floats = reference.batches if reference else {}
         inputs = [floats.get(id(batch), batch) for batch in batches]
         dense = [group.linears for group in block.family.groups if not group.routed]
-        stacks = [names for linears in dense for names in by_format(block, linears)]
-        return output_hessians(block, inputs, stacks)
+        stacks = [
+            names
+            for linears in dense
+            for names in by_format(block, linears)
+            if sum(len(block.weight(name)) for name in names) <= MOST_ROWS
+        ]
+        return output_hessians(block, inputs, stacks) if stacks else {}
 
     def round_groups(
         self,
@@ -139,7 +148,7 @@ class Gptq(GptqOptions, Rounding):
         turns: Sequence[Batch | None],
         groups: Sequence[LinearGroup],
         tokens: int,
-        outputs: dict[str, list[Tensor]],
+        outputs: dict[str, Tensor],
     ) -> dict[str, Rounded]:
         """Round the linears of ``groups``; their Hessians are freed at the end.
 
@@ -154,7 +163,7 @@ class Gptq(GptqOptions, Rounding):
         for names in inputs:
             hessian = experts.pop(names[0], None) or self.moments(block, reference, turns, names[0])
             if saw_enough(block, names, hessian.tokens, tokens):
-                stacks.append(Stack(names, hessian, outputs.pop(names[0], ())))
+                stacks.append(Stack(names, hessian, outputs.pop(names[0], None)))
             else:
                 own = replace(block, schemes={n: block.schemes[n] for n in names})
                 found |= RoundToNearest().round(own, [])
@@ -223,7 +232,7 @@ class Gptq(GptqOptions, Rounding):
         def work(stack: Stack) -> float:
             return sum(block.weight(name).numel() for name in stack.names)
 
-        if len(stacks) >= ranks.size() and not any(stack.outputs for stack in stacks):
+        if len(stacks) >= ranks.size() and all(s.outputs is None for s in stacks):
             solutions = ranks.map_groups(lambda own: self.solve_whole(block, own), stacks, work)
         else:
             solutions = [self.solve_shared(block, stack) for stack in stacks]
@@ -250,7 +259,7 @@ class Gptq(GptqOptions, Rounding):
 
     def solve_shared(self, block: Block, stack: Stack) -> Solution:
         """The solution of one problem, of which each rank solves its share of the rows."""
-        if stack.outputs:  # the rows depend on each other
+        if stack.outputs is not None:  # the rows depend on each other
             (whole,) = solve([stack.problem(block)], self)
             return whole
         part = ranks.local_rows(sum(len(block.weight(name)) for name in stack.names), ROWS)
