@@ -177,6 +177,15 @@ class Job(Architecture):
         return self.family.experts is not None and self.recipe.min_expert_tokens > 0
 
     @property
+    def weighs_outputs(self) -> bool:
+        """Whether rounding weighs the outputs of linears by how the logits depend on them.
+
+        Models with routed experts, in which most weights are, do without: the experts see too few
+        tokens, and two more passes would read them all.
+        """
+        return self.rounding.weighs_outputs and self.needs_data and self.family.experts is None
+
+    @property
     def methods(self) -> list[Method]:
         """The transforms and the rounding."""
         return [*self.transforms, self.rounding]

@@ -13,6 +13,7 @@ from qtool import recipes
 from qtool.calibration.batch import Batch, BlockArguments
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
+from qtool.pipeline.planning.work import work_of
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import shards, stream_gradients
 from tests.conftest import MakeModel
@@ -50,7 +51,7 @@ def factors(
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
 def test_they_are_those_of_the_whole_model(
     family: str, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,8 +108,11 @@ def test_a_direction_along_the_token_does_not_reach_it(make_model: MakeModel) ->
         assert not layer_norm or found.mean(-1).abs().max() < 1e-5
 
 
-def test_a_linear_that_no_gradient_reaches_is_rounded_by_itself(tmp_path: Path) -> None:
+def test_a_linear_that_no_gradient_reaches_is_rounded_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """GLM's indexer runs without gradients: it only chooses tokens."""
+    monkeypatch.setattr(Job, "weighs_outputs", True)  # otherwise false for its experts
     source = save_tiny("glm_moe_dsa", tmp_path / "source")
     out = run(source, tmp_path / "out")
     assert "model.layers.0.self_attn.indexer.wk.qweight" in Checkpoint(out).entries
@@ -132,3 +136,17 @@ def test_blocks_without_a_backward_pass_are_rounded_without_it(
     name = "model.layers.0.mlp.down_proj.qweight"
     stored, without, beside = (Checkpoint(path).read(name) for path in (out, expected, whole))
     assert torch.equal(stored, without) and not torch.equal(stored, beside)
+
+
+def test_mixtures_are_rounded_without_it(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pass over their experts finds gradients, and none is planned."""
+    source = make_model("mixtral")
+    options = RECIPE["rounding"]["gptq"]
+    plain = RECIPE | {"rounding": {"gptq": options | {"output_hessian": False}}}
+    config = Checkpoint(source).config
+    works = [work_of(Job.of(config, recipes.parse(r, "test")), 3, 20) for r in (RECIPE, plain)]
+    assert works[0] == works[1]
+    monkeypatch.setattr(shards, "stream_gradients", None)
+    run(source, tmp_path / "out")

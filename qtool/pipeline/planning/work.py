@@ -41,7 +41,7 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
     if job.balances_experts and job.needs_data:  # a forward that observes the routers
         routed = (g.linears for g in shape.family.groups if g.routed)
         work += Work(forward_flops=shape.forward_flops() - sum(map(shape.linear_flops, routed)))
-    if job.rounding.weighs_outputs and job.needs_data:  # a forward pass, and one with gradients
+    if job.weighs_outputs:  # a forward pass, and one with gradients
         few = min(1.0, LEARNING_SEQUENCES / samples) * shape.forward_flops()
         work += Work(read_bytes=2 * work.read_bytes, forward_flops=(1 + GRADIENTS) * few)
     for method in job.methods:

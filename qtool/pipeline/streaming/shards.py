@@ -173,7 +173,7 @@ class Shards:
         missing_bytes = partial(self.output.missing_bytes, self.specs)
         snapshots = Snapshots(self.output, self.device, writer, missing_bytes, timed)
         self._learn(tokens, snapshots)
-        if self.job.rounding.weighs_outputs and self.job.needs_data:
+        if self.job.weighs_outputs:
             self._differentiate(tokens, snapshots)
         start, kept = (missing and snapshots.newest(missing[0] - 2)) or (0, None)
         blocks = BuiltBlocks(
@@ -257,7 +257,7 @@ class Shards:
 
     def _sensitivity(self, index: int) -> Tensor | None:
         """What :meth:`_differentiate` has found for block ``index``, if anything."""
-        if not self.job.rounding.weighs_outputs:
+        if not self.job.weighs_outputs:
             return None
         found = None
         if ranks.rank() == 0 and (kept := self.output.kept(_gradients(index))):

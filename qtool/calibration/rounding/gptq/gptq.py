@@ -84,9 +84,9 @@ class GptqOptions:
         largest_token: for linears that write to the residual stream, a token larger in it than so
             many times the median counts as the median; 0: all as they are.
         output_hessian: let the rows of a weight make up for each other's errors, by how the model's
-            logits depend on the linear's outputs (:mod:`.output_hessian`, :mod:`.rows`). Routed
-            experts, and linears of one input with more than 8192 rows together, are rounded without
-            it.
+            logits depend on the linear's outputs (:mod:`.output_hessian`, :mod:`.rows`). Models
+            with routed experts, and linears of one input that have more than 8192 rows together,
+            are rounded without it.
     """
 
     damping: float = 0.1
@@ -98,7 +98,7 @@ class GptqOptions:
     stream: float = 1.0
     rounds: int = 2
     largest_token: float = 16.0
-    output_hessian: bool = False
+    output_hessian: bool = True
 
     def clip_ratios(self, scheme: Scheme) -> list[float]:
         """The candidates of the clipping search, falling; below 0 for a scale below 0."""
