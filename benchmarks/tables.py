@@ -127,21 +127,8 @@ def online_hadamard() -> str:
 
 
 def output_hessian() -> str:
-    """``best`` by GPTQ without and with the output side of the Hessian, and its time."""
-    found, weighed_by = results("output-hessian"), results("output-hessian-on")
-    rows = [
-        [
-            f"`{alike['scheme']}`",
-            f"{alike['kl']:.5f}",
-            f"{weighed['kl']:.5f}",
-            f"{weighed['kl'] / alike['kl'] - 1:+.0%}",
-            f"{weighed['seconds'] / alike['seconds']:.1f}x",
-        ]
-        for alike, weighed in zip(found["rows"], weighed_by["rows"], strict=True)
-    ]
-    head = ["scheme", "outputs alike", "`output_hessian`", "change", "CPU time"]
-    command = f"{found['command']}; {weighed_by['command']}"
-    return markdown(head, rows) + made_by(found | {"command": command})
+    """``best`` by GPTQ without the output side of the Hessian, and with it."""
+    return compared("output-hessian", "outputs alike", "`best`", divergence_of_best())
 
 
 def divergences(name: str) -> dict[str, float]:

@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
         f"seed{arguments.seed}" if arguments.seed else None,
         "hadamard" if arguments.hadamard else None,
         "export" if arguments.for_export else None,
-        f"outputs-{arguments.output_hessian}" if arguments.output_hessian else None,
+        "outputs-alike" if arguments.outputs_alike else None,
     )
     out = arguments.work / "-".join([scheme, variant, *filter(None, options)])
     record = out.with_name(out.name + ".json")
@@ -83,8 +83,8 @@ def measure(arguments: argparse.Namespace, scheme: str, variant: str, base: Any)
         recipe = recipe.with_options("rotate", learn_steps=0)
     if arguments.for_export:
         recipe = recipe.for_export()
-    if arguments.output_hessian:
-        recipe = recipe.with_options("gptq", output_hessian=arguments.output_hessian == "on")
+    if arguments.outputs_alike:
+        recipe = recipe.with_options("gptq", output_hessian=False)
     started = time.process_time()
     qtool.quantize(
         arguments.model,
@@ -212,7 +212,9 @@ def main() -> None:
         "--hadamard", action="store_true", help="no recipe learns its rotation; all have one then"
     )
     parser.add_argument("--for-export", action="store_true", help="nothing is rotated at run time")
-    parser.add_argument("--output-hessian", choices=("on", "off"), help="that option of GPTQ")
+    parser.add_argument(
+        "--outputs-alike", action="store_true", help="GPTQ without its option output_hessian"
+    )
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0, help="of the choice of calibration windows")
     parser.add_argument("--limit", type=int, default=32, help="windows evaluated")

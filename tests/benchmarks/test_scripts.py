@@ -151,7 +151,7 @@ SCRIPTS: dict[str, Case] = {
         r"\| w8a8 \| fast \| none \|",
     ),
     "accuracy/schemes.py": Case(
-        "--schemes w4a8-qoq --recipes best --hadamard --output-hessian on --windows given "
+        "--schemes w4a8-qoq --recipes best --hadamard --outputs-alike --windows given "
         "--samples 1 --seqlen 16 --limit 1 --work {tmp}/work",
         r"\| w4a8-qoq \| best \|",
     ),
