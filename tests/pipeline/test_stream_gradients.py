@@ -18,6 +18,7 @@ from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import shards, stream_gradients
 from tests.conftest import MakeModel
 from tests.models.tiny import save_tiny
+from tests.pipeline.test_quantize import Killed, kill_at
 
 TOKENS = torch.arange(3 * 20).view(3, 20) * 7 % 320
 RECIPE: dict[str, Any] = {
@@ -27,9 +28,12 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def run(source: Path, out: Path) -> Path:
-    data = Calibration(list(TOKENS.split(2)), {"text": "numbers"})
-    return quantize(Checkpoint(source), recipes.parse(RECIPE, "test"), out, calibration=data)
+def run(source: Path, out: Path, **options: Any) -> Path:
+    data, recipe = (
+        Calibration(list(TOKENS.split(2)), {"text": "numbers"}),
+        recipes.parse(RECIPE, ""),
+    )
+    return quantize(Checkpoint(source), recipe, out, calibration=data, **options)
 
 
 def factors(
@@ -150,3 +154,19 @@ def test_mixtures_are_rounded_without_it(
     assert works[0] == works[1]
     monkeypatch.setattr(shards, "stream_gradients", None)
     run(source, tmp_path / "out")
+
+
+def test_a_resumed_run_has_them_for_the_blocks_that_are_left(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read from disk, where those of written blocks take no room."""
+    source = make_model("llama", num_hidden_layers=3)
+    whole = run(source, tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(source, tmp_path / "out", progress=kill_at(3))  # embedding, head and the first block
+    left = sorted(path.stem for path in tmp_path.rglob("gradients-*.safetensors"))
+    assert left == ["gradients-00001", "gradients-00002"]
+    monkeypatch.setattr(shards, "stream_gradients", None)
+    out = run(source, tmp_path / "out", resume=True)
+    for path in whole.glob("*.safetensors"):
+        assert path.read_bytes() == (out / path.name).read_bytes()

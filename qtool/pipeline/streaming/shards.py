@@ -230,28 +230,31 @@ class Shards:
     def _differentiate(self, tokens: Sequence[Tensor], snapshots: Snapshots) -> None:
         """Find how the logits depend on the residual stream after each block, on the first rank.
 
-        The factors are kept on disk, so that a resumed run has the same. There are none if a
-        backward pass through the blocks fails.
+        The factors are kept on disk until their blocks are written, so that a resumed run has the
+        same. There are none if a backward pass through the blocks fails.
         """
-        output, names = self.output, [_gradients(index) for index in range(self.job.blocks)]
-        if ranks.rank() == 0 and not all(map(output.kept, names)):
+        output = self.output
+        missing = (index for index in range(self.job.blocks) if index + 2 not in output.records)
+        names = {index: _gradients(index) for index in missing}
+        if ranks.rank() == 0 and not all(map(output.kept, names.values())):
             job = replace(self.job, transforms=[], rounding=RoundToNearest())
             text = torch.cat([ids.flatten() for ids in tokens])
             with ranks.alone(), phase("search"), self._few(job, tokens, snapshots) as built:
                 inputs = sum(size * length for size, length in built.batches.shapes)
                 window = max(length for _, length in built.batches.shapes)
-                kept = place_for(job, len(names) * inputs, window, self.device)
+                kept = place_for(job, job.blocks * inputs, window, self.device)
                 place = self._activations(*kept)
                 try:
                     for index, factor in stream_gradients(self.source, job, built, place, text):
-                        stored = {"factor": factor.half().contiguous()}
-                        output.keep(names[index], stored, stored.items(), {})
+                        if index in names:
+                            stored = {"factor": factor.half().contiguous()}
+                            output.keep(names[index], stored, stored.items(), {})
                 except NoBackward as error:
                     ranks.log(
                         "output_hessian is left out: a backward pass through the blocks of"
                         f" {job.family.name} fails ({error})"
                     )
-                    for name in names:
+                    for name in names.values():
                         output.drop(name)
         ranks.barrier()
 
@@ -312,6 +315,7 @@ class Shards:
         return put
 
     def _written(self, shard: int) -> None:
+        self.output.drop(_gradients(shard - 2))
         self.done = min(self.done + ranks.size(), len(self.specs))  # other ranks are as far
         self.phases.settle()
         behind = {f"{name}, beside": seconds for name, seconds in self.phases.beside.items()}

@@ -94,7 +94,7 @@ def _outputs(options: GptqOptions, block: BlockShape) -> Work:
     It is a forward and a backward pass of some sequences; G, its factor and feedback; and sweeps of
     a chunk's rows in place of all.
     """
-    share = sequences_of(block.samples, block.tokens // block.samples) / block.samples
+    share = sequences_of(block.samples, block.seqlen) / block.samples
     found = Work(forward_flops=GRADIENTS * share * block.forward_flops())
     for n, k in _sharing(block):
         summed = sum(r.stop * (c.stop - c.start) for r, c in panels(n))
