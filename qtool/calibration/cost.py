@@ -81,6 +81,7 @@ class BlockShape:
         samples: calibration sequences.
         seqlen: tokens of a sequence.
         itemsize: bytes of a number in a forward.
+        differentiated: gradients of the residual stream are found before the first block.
     """
 
     family: Family
@@ -91,6 +92,7 @@ class BlockShape:
     samples: int
     seqlen: int
     itemsize: int
+    differentiated: bool
 
     @property
     def pruned(self) -> set[str]:

@@ -29,10 +29,8 @@ RECIPE: dict[str, Any] = {
 
 
 def run(source: Path, out: Path, **options: Any) -> Path:
-    data, recipe = (
-        Calibration(list(TOKENS.split(2)), {"text": "numbers"}),
-        recipes.parse(RECIPE, ""),
-    )
+    data = Calibration(list(TOKENS.split(2)), {"text": "numbers"})
+    recipe = recipes.parse(RECIPE, "test")
     return quantize(Checkpoint(source), recipe, out, calibration=data, **options)
 
 

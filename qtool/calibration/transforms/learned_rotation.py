@@ -44,8 +44,8 @@ from qtool.calibration.transforms import learned_rotation_triton
 #: number of times that squares are squared for the norm's power: p = 2 ** (SQUARINGS + 1)
 SQUARINGS = 3
 POWER = 2 ** (SQUARINGS + 1)
-#: share of a group's maximum below which a number counts as 0: its 15th power is no normal float32,
-#: and a CPU multiplies such numbers at a third of its speed
+#: share of a group's maximum up to which a number counts as 0: from 0.003 down its 15th power is a
+#: subnormal float32, which a CPU multiplies many times as slowly as others
 SMALLEST = 0.01
 #: size of the first step, in radians of a plane; it falls to 0
 RATE = 0.03

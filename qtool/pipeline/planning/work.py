@@ -25,6 +25,7 @@ def block_shape(job: Job, block: int, samples: int, seqlen: int, itemsize: int =
         samples=samples,
         seqlen=seqlen,
         itemsize=itemsize,
+        differentiated=job.weighs_outputs,
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from qtool.calibration.precision import coarse_product, stack, tensor_cores
 from qtool.schemes.base import Grid
 
-#: columns of a panel: a launch takes as long as 128 columns of few rows
+#: columns of a panel; if a weight has few rows, launches take longer than rounding 128 columns
 PANEL = 256
 #: rows of a program, one warp; many rows get larger programs
 ROWS, MANY_ROWS, MANY = 8, 16, 16384
@@ -104,7 +104,7 @@ if find_spec("triton"):
 
 
 def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernels can round ``weight``; without triton torch's operations run."""
+    """Whether the fused kernel can round ``weight``; without triton torch's operations run."""
     return weight.is_cuda and weight.dtype == torch.float32 and find_spec("triton") is not None
 
 

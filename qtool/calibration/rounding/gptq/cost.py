@@ -33,7 +33,7 @@ def work(options: GptqOptions, block: BlockShape) -> Work:
     found = Work(forward_flops=_forward_flops(options, block, turns))
     for groups in turns:
         found += _solving(options, block, groups)
-    if _weighs_outputs(options, block):
+    if options.output_hessian and block.differentiated:
         found += _outputs(options, block)
     ratios = {name: len(options.clip_ratios(scheme)) for name, scheme in block.schemes.items()}
     searched = sum(n * k * (ratios[name] + 4) for name, (n, k) in block.quantized.items())
@@ -108,10 +108,6 @@ def _outputs(options: GptqOptions, block: BlockShape) -> Work:
     return found
 
 
-def _weighs_outputs(options: GptqOptions, block: BlockShape) -> bool:
-    return options.output_hessian and not any(group.routed for group in block.family.groups)
-
-
 def _sharing(block: BlockShape) -> list[tuple[int, int]]:
     """The problems ``[N, K]`` whose rows make up for each other's errors."""
     return [(n, k) for n, k in block.stacked(block.family.groups) if n <= MOST_ROWS]
@@ -138,7 +134,9 @@ def held_bytes(options: GptqOptions, block: BlockShape) -> int:
             worst = max(worst, 4 * left + (total - left) + solving)
         left -= sum(n * k for n, k in problems)
     floats = kept_input_bytes(block.family, block.linears, block.tokens)
-    if _weighs_outputs(options, block):  # every G; its factors are smaller than what is swept
+    if (
+        options.output_hessian and block.differentiated
+    ):  # every G; its factors are smaller than what is swept
         worst += sum(4 * n**2 for n, _ in _sharing(block))
     return worst + (2 * total + floats if options.residual else 0)
 
