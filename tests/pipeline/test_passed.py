@@ -25,7 +25,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import activation_bytes
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import snapshots
-from qtool.pipeline.streaming.activations import PLACES
+from qtool.pipeline.streaming.activations import PLACES, HostBatch
 from qtool.runtime.load import load
 from tests.models.tiny import save_tiny
 from tests.pipeline.test_quantize import Killed, files
@@ -158,9 +158,18 @@ def test_a_resumed_run_finds_it_on_disk(
 @pytest.mark.cuda
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_place_of_a_gpu_gives_the_same(
-    model_type: str, saved: Callable[[str], Path], tmp_path: Path
+    model_type: str,
+    saved: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In 16 bits: on the device, in pinned memory and in files."""
+    """In 16 bits: on the device, in pinned memory and in files, however late a copy is there."""
+
+    def late(batch: HostBatch, name: str, tensor: Tensor, stored: Any = HostBatch.stored) -> Tensor:
+        torch.cuda._sleep(10**7)  # cycles of a GPU: some milliseconds
+        return stored(batch, name, tensor)
+
+    monkeypatch.setattr(HostBatch, "stored", late)
     kind = auto_class(AutoConfig.from_pretrained(saved(model_type)))
     model = kind.from_pretrained(saved(model_type), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "source")

@@ -90,7 +90,7 @@ class BuiltBlocks:
         self.batches = Batches(self._first_inputs(own, activations) if own else [], shapes)
         #: the same batches in the float model, as inputs of block ``self.reached``
         self.references = [
-            activations.batch(self._kept("float", i) if kept else b.tensors, b.kwargs, b.axis)
+            activations.batch(self._reference_inputs(i, b), b.kwargs, b.axis)
             for i, b in enumerate(self.batches)
             if job.rounding.compares
         ]
@@ -99,6 +99,13 @@ class BuiltBlocks:
         self.compares = job.needs_data and job.rounding.compares
         #: whether outputs are written over inputs
         self.overwrites = activations.place != "device"
+
+    def _reference_inputs(self, number: int, batch: Batch) -> dict[str, Tensor]:
+        """The tensors that enter the first block in the float model, for ``batch``."""
+        if self.kept:
+            return self._kept("float", number)
+        # by way of the GPU, which may still be filling the pinned memory that they are in
+        return {name: t.to(self.device, non_blocking=True) for name, t in batch.tensors.items()}
 
     def _first_inputs(self, tokens: Sequence[Tensor], activations: Activations) -> list[Batch]:
         """The inputs of the first block that is computed, and the other arguments of all blocks.
