@@ -38,6 +38,30 @@ def forward(block: Block, batch: Batch, **extra: Any) -> Tensor:
     return _forward(block, batch, **extra)[HIDDEN]
 
 
+def entering(block: Block, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors that enter the block, by name, and its other arguments, on its device."""
+    tensors = {n: t.to(block.device, non_blocking=True) for n, t in batch.tensors.items()}
+    return tensors, to_device(batch.kwargs[block.index], block.device)
+
+
+def leaving(
+    block: Block, tensors: Mapping[str, Tensor], arguments: dict[str, Any], **extra: Any
+) -> dict[str, Tensor]:
+    """All tensors that the block passes on for what :func:`entering` returns, with gradients."""
+    passes = block.family.passes
+    given = as_arguments({n: t for n, t in tensors.items() if n != HIDDEN}, passes)
+    block.update_module()
+    try:
+        out = block.module(tensors[HIDDEN], **(arguments | given | extra))
+    except Exception as error:
+        if _is_of_qtool(error):
+            raise
+        with running():
+            raise
+    returned = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+    return {HIDDEN: returned[0], **handed_on(returned, given, passes)}
+
+
 def with_gradients(block: Block, batch: Batch) -> tuple[Tensor, Tensor]:
     """The block's input and output ``[B, S, H]``, with the graph between them for autograd.
 
@@ -258,20 +282,7 @@ class _AllSeen(Exception):
 
 def _forward(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
     """All tensors that the block passes on, for all sequences at once, with gradients."""
-    there = {n: t.to(block.device, non_blocking=True) for n, t in batch.tensors.items()}
-    hidden, passes = there.pop(HIDDEN), block.family.passes
-    kwargs = to_device(batch.kwargs[block.index], block.device)
-    given = as_arguments(there, passes)
-    block.update_module()
-    try:
-        out = block.module(hidden, **(kwargs | given | extra))
-    except Exception as error:
-        if _is_of_qtool(error):
-            raise
-        with running():
-            raise
-    returned = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-    return {HIDDEN: returned[0], **handed_on(returned, given, passes)}
+    return leaving(block, *entering(block, batch), **extra)
 
 
 def _is_of_qtool(error: Exception) -> bool:

@@ -18,19 +18,20 @@ iterations are those of one rank, up to the last bits of a sum.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from qtool.calibration.batch import Batch
+from qtool.calibration.batch import HIDDEN, Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
-from qtool.calibration.forwards import forward, run
+from qtool.calibration.forwards import entering, leaving, run
 from qtool.calibration.method import Rounding
 from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
+from qtool.calibration.rounding.distill.recorded import Recorded
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
@@ -42,6 +43,8 @@ from qtool.schemes import Scheme
 
 STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
 LOSSES = ("cosine", "mse")
+#: tensors that enter a block, its other arguments, the teacher's output ``[b, S, H]``, its size
+Given = tuple[dict[str, Tensor], dict[str, Any], Tensor, Tensor]
 
 
 @dataclass(kw_only=True)
@@ -121,10 +124,10 @@ class Distill(Rounding):
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, last, total_iters=steps)
         random = torch.Generator().manual_seed(self.seed + block.index)
         curve, best = [lesson.validate()], lesson.rounded()
+        learn = lesson.learner(optimizer, gradient_scale)
         for _ in range(self.epochs):
             for i in torch.randperm(len(lesson.train), generator=random).tolist():
-                lesson.backward(lesson.train[i], optimizer, gradient_scale)
-                optimizer.step()
+                learn(lesson.given(lesson.train[i]))
                 schedule.step()
             curve.append(lesson.validate())
             if curve[-1] < min(curve[:-1]):
@@ -207,13 +210,17 @@ class Distill(Rounding):
         for linear in linears.values():
             weights.append(linear.steps)
             bounds += [linear.log_ratio] + ([] if linear.shift is None else [linear.shift])
+        device = weights[0].device
+        # the fused Adam passes over the weights once instead of ten times; a CUDA graph knows
+        # tensors by their place, so that a rate that falls is one
+        on_gpu = device.type == "cuda"
         groups = [
-            {"params": weights, "lr": self.weight_lr},
-            {"params": bounds, "lr": self.scale_lr},
+            {"params": params, "lr": torch.tensor(rate, device=device) if on_gpu else rate}
+            for params, rate in ((weights, self.weight_lr), (bounds, self.scale_lr))
         ]
-        # the fused Adam passes over the weights once instead of ten times
-        fused = any(linear.steps.is_cuda for linear in linears.values())
-        return torch.optim.Adam(groups, betas=(0.9, 0.999), eps=1e-12, fused=fused or None)
+        return torch.optim.Adam(
+            groups, betas=(0.9, 0.999), eps=1e-12, fused=on_gpu or None, capturable=on_gpu
+        )
 
 
 class Lesson:
@@ -247,31 +254,49 @@ class Lesson:
         self.train = range(count - held_out)
         self.validation = range(count - held_out, count) if held_out else self.train
 
-    def loss(self, i: int) -> Tensor:
-        """This rank's share of the mean loss ``[]`` of iteration ``i``."""
+    def given(self, i: int) -> Given | None:
+        """What :meth:`loss` takes of iteration ``i``, on the device; None if this rank has none."""
         batch, target = self.batches[i], self.targets[i]
         if batch is None or target is None:
-            return torch.zeros((), device=self.device, requires_grad=True)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            answer = forward(self.student, batch)
-        target = target.to(answer.device).float()
-        return self.method.distance(answer.float(), target) / self.sizes[i]
+            return None
+        tensors, arguments = entering(self.student, batch)
+        size = torch.tensor(self.sizes[i], dtype=torch.float32, device=self.device)
+        return tensors, arguments, target.to(self.device), size
 
-    def backward(self, i: int, optimizer: torch.optim.Optimizer, scale: float) -> None:
-        """Give ``optimizer`` the gradients of iteration ``i`` over all ranks, times ``scale``."""
-        optimizer.zero_grad()
-        (self.loss(i) * scale).backward()
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            # this rank has no sequence of the iteration, or the expert saw no token
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            ranks.all_reduce(parameter.grad)
+    def loss(self, given: Given | None) -> Tensor:
+        """This rank's share of the mean loss ``[]`` of an iteration."""
+        if given is None:
+            return torch.zeros((), device=self.device, requires_grad=True)
+        tensors, arguments, target, size = given
+        # a copy, since some blocks add to their input in place
+        tensors = tensors | {HIDDEN: tensors[HIDDEN].clone()}
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
+            answer = leaving(self.student, tensors, arguments)[HIDDEN]
+        return self.method.distance(answer.float(), target.float()) / size
+
+    def learner(self, optimizer: torch.optim.Optimizer, scale: float) -> Callable[..., None]:
+        """A step of ``optimizer`` down the gradients of an iteration over all ranks, times scale.
+
+        It takes what :meth:`given` returns. Where it can, a GPU alone replays it.
+        """
+
+        def learn(given: Given | None) -> None:
+            optimizer.zero_grad()
+            (self.loss(given) * scale).backward()
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                # this rank has no sequence of the iteration, or the expert saw no token
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                ranks.all_reduce(parameter.grad)
+            optimizer.step()
+
+        return Recorded(learn) if self.device.type == "cuda" and ranks.size() == 1 else learn
 
     @torch.no_grad()
     def validate(self) -> float:
         """The mean loss over the iterations that choose the epoch, of all ranks."""
-        losses = ranks.all_gather(sum(float(self.loss(i)) for i in self.validation))
-        return sum(losses) / len(self.validation)
+        losses = sum(float(self.loss(self.given(i))) for i in self.validation)
+        return sum(ranks.all_gather(losses)) / len(self.validation)
 
     def rounded(self) -> dict[str, Rounded]:
         """The codes and parameters that the student has learned so far."""

@@ -1,0 +1,66 @@
+"""A recorded function does on a GPU what the function itself does."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from qtool.calibration.rounding.distill import distill
+from qtool.calibration.rounding.distill.distill import Distill
+from qtool.calibration.rounding.distill.recorded import Recorded
+from qtool.schemes import get
+from tests.calibration.conftest import random_block
+
+pytestmark = pytest.mark.cuda
+
+
+def test_calls_are_replayed_with_their_own_arguments() -> None:
+    calls, total = [], torch.zeros(3, device="cuda")
+
+    def add(x: Tensor, more: dict[str, Any]) -> None:
+        calls.append(more["times"])
+        total.add_(x * more["times"] + more["also"])
+
+    recorded, want = Recorded(add), torch.zeros(3, device="cuda")
+    for i in range(6):
+        x, also = torch.full((3,), float(i), device="cuda"), torch.ones(3, device="cuda") * i * i
+        recorded(x, {"times": 2, "also": also})
+        want += 2 * x + also
+    assert torch.equal(total, want)
+    assert calls == [2, 2]  # once run, once recorded
+    recorded(x, {"times": 5, "also": also})
+    recorded(x[:1], {"times": 2, "also": also[:1]})
+    assert calls == [2, 2, 5, 2]
+
+
+def test_what_a_graph_cannot_hold_runs_as_it_is() -> None:
+    seen, total = [], torch.zeros(1, device="cuda")
+
+    def add(x: Tensor) -> None:
+        seen.append(float(x))  # it waits for the GPU
+        total.add_(x)
+
+    recorded = Recorded(add)
+    for i in range(4):
+        recorded(torch.full((1,), float(i), device="cuda"))
+    assert recorded.refused and seen == [0, 1, 2, 3] and float(total) == 6
+
+
+@pytest.mark.parametrize("name", ["w4a16-24", "w4a8-lqq", "w4a4"])
+@pytest.mark.parametrize("options", [{}, {"decay": False, "loss": "cosine"}])
+def test_a_recorded_lesson_is_the_lesson(name: str, options: dict[str, Any]) -> None:
+    block, batches = random_block(get(name), (32,) * 6, hidden_size=128, num_attention_heads=2)
+    block.module.cuda()
+    curves, graphs = [], []
+    for kind in (Recorded, lambda function: function):
+        own, inputs = copy.deepcopy((block, batches))
+        with mock.patch.object(
+            distill, "Recorded", lambda f, kind=kind: graphs.append(kind(f)) or graphs[-1]
+        ):
+            Distill(samples=12, batch=2, epochs=3, weight_lr=0.05, **options).round(own, inputs)
+        curves.append(own.notes["distill"]["loss"])
+    assert graphs[0].graph is not None and not graphs[0].refused
+    assert curves[0] == pytest.approx(curves[1], rel=1e-3)
