@@ -45,6 +45,7 @@ class Block:
             cannot store that order: the columns are stored in it, and the input is gathered at run
             time.
         rotated: linears whose inputs are rotated at run time, after they are gathered.
+        to_rotate: linears whose inputs a transform of the recipe rotates, this one or a later one.
         notes: what methods report (errors, choices), written to qtool.json.
         exact: float32 tensors by parameter name, of which the module holds 16-bit copies
             (:meth:`update_module`); empty if the module's own tensors are the exact ones.
@@ -63,6 +64,7 @@ class Block:
     clips: dict[str, tuple[ClipRatio, ClipRatio]] = field(default_factory=dict)
     permutations: dict[str, Tensor] = field(default_factory=dict)
     rotated: set[str] = field(default_factory=set)
+    to_rotate: set[str] = field(default_factory=set)
     notes: dict[str, Any] = field(default_factory=dict)
     exact: dict[str, Tensor] = field(default_factory=dict)
     full_kv: dict[str, Any] = field(default_factory=dict)

@@ -103,7 +103,7 @@ class Transform(Method):
         """Take what :meth:`learn` found."""
 
     def announce(self, block: Block) -> None:
-        """Change the schemes of ``block`` now, if earlier transforms gain by knowing them.
+        """Note in ``block`` now what earlier transforms gain by knowing, as its schemes.
 
         It is called for each block before the first transform rewrites it.
         """

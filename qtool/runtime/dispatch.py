@@ -233,11 +233,11 @@ def _w4ax_mma(call: Call) -> Tensor:
 
 def _groups(
     call: Call,
-) -> tuple[Tensor, Tensor | None, None, Tensor | None, str, float, int | None, str]:
+) -> tuple[Tensor, Tensor | None, None, Tensor | None, str, float, int | None, str, bool]:
     """The arguments of the operators that quantize tokens in groups for s4 weights."""
-    call, blocks = _rotated(call), call.stored.get("eight_bit")
-    layout, group_size = call.format.layout, call.format.group_size
-    return call.x, call.permutation, None, blocks, "none", 0.0, group_size, layout
+    x, blocks, own = call.x, call.stored.get("eight_bit"), call.format
+    how = ("none", 0.0, own.group_size, own.layout, own.rotated)
+    return x, call.permutation, None, blocks, *how
 
 
 def _w4a16(call: Call) -> Tensor:

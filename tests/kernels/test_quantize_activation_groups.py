@@ -8,7 +8,9 @@ from torch.nn.functional import silu
 from qtool.errors import QtoolError
 from qtool.kernels.activation.arrangement import arrange
 from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
+from qtool.kernels.activation.quantize_packed_groups import pack_tokens, quantize_packed_groups
 from qtool.schemes.arithmetic.activation import Activation
+from qtool.schemes.arithmetic.online_hadamard import rotate
 from qtool.schemes.fmpq import Fmpq
 
 
@@ -52,15 +54,27 @@ def test_fused_is_the_unfused_model() -> None:
     assert torch.equal(fused[0], plain(silu(gate) * up, 32)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_gathered_is_rotated_without_rounding(dtype: torch.dtype) -> None:
+    x, order = torch.randn(3, 256).to(dtype), torch.randperm(256)
+    given = (x, order.int(), None, None, "none", 0.0, 64, "apex4")
+    unpacked = quantize_activation_groups(*given, True)
+    assert all(map(torch.equal, unpacked, plain(rotate(x[:, order]), 64, "apex4")))
+    packed, scale = quantize_packed_groups(*given, True)
+    assert torch.equal(packed, pack_tokens(unpacked[0], None)) and torch.equal(scale, unpacked[1])
+    with pytest.raises(QtoolError, match="K = 96; expected a multiple of 64"):
+        quantize_activation_groups(x[:, :96], None, None, None, "none", 0.0, 32, "none", True)
+
+
 @pytest.mark.parametrize(
-    ("fusion", "norm", "order", "arrangement"),
+    ("fusion", "norm", "order", "arrangement", "rotated"),
     [
-        ("none", False, False, "none"),
-        ("rms-norm", True, False, "apex4"),
-        ("silu-up", False, True, "w4ax-interleaved"),
+        ("none", False, False, "none", False),
+        ("rms-norm", True, False, "apex4", False),
+        ("silu-up", False, True, "w4ax-interleaved", True),
     ],
 )
-def test_opcheck(fusion: str, norm: bool, order: bool, arrangement: str) -> None:
+def test_opcheck(fusion: str, norm: bool, order: bool, arrangement: str, rotated: bool) -> None:
     k = 128 if fusion == "silu-up" else 256
     arguments = (
         torch.randn(3, 256),
@@ -71,6 +85,7 @@ def test_opcheck(fusion: str, norm: bool, order: bool, arrangement: str) -> None
         1e-6,
         128,
         arrangement,
+        rotated,
     )
     torch.library.opcheck(quantize_activation_groups, arguments)
 

@@ -85,11 +85,12 @@ def test_opcheck_and_compile(layout: str, group: int | None) -> None:
     torch.testing.assert_close(torch.compile(forward, fullgraph=True)(x), forward(x))
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("group", [32, 512, None])
-def test_activation_quantization_equals_the_cpu(group: int | None) -> None:
-    x, order = torch.randn(5, 4096).bfloat16(), torch.randperm(4096).int()
-    want = quantize_activation_groups(x, order, None, None, "none", 0.0, group, "w4ax-interleaved")
-    got = quantize_activation_groups(
-        x.cuda(), order.cuda(), None, None, "none", 0.0, group, "w4ax-interleaved"
-    )
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
+@pytest.mark.parametrize("k", [1024, 3072, 14336])
+def test_activation_quantization_equals_the_cpu(group: int | None, k: int, rotated: bool) -> None:
+    x, order = torch.randn(5, k).bfloat16(), torch.randperm(k).int()
+    how = (None, None, "none", 0.0, group, "w4ax-interleaved", rotated)
+    for quantize in (quantize_activation_groups, quantize_packed_groups):
+        want, got = quantize(x, order, *how), quantize(x.cuda(), order.cuda(), *how)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))

@@ -270,10 +270,10 @@ def test_variants_share_what_stands_beside_them() -> None:
 
 @pytest.mark.parametrize(("scheme", "variant"), BUILT_IN)
 def test_what_is_made_for_export_has_no_rotation_at_run_time(scheme: str, variant: str) -> None:
-    """And all else of the recipe: only ``best`` of 8-bit activations has one."""
+    """And all else of the recipe: only ``best`` of quantized activations has one."""
     own, asked = (RecipeOverrides(for_export=x).recipe(scheme, variant) for x in (False, True))
     rotates = own.step("online-hadamard") is not None
-    assert rotates == (variant == "best" and not scheme.startswith(("w4a16", "w4ax", "w4a4-g")))
+    assert rotates == (variant == "best" and not scheme.startswith("w4a16"))
     assert asked.step("online-hadamard") is None
     kept = tuple(step for step in own.transforms if step.name != "online-hadamard")
     assert asked == replace(own, transforms=kept)

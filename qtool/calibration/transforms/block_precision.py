@@ -8,7 +8,8 @@ work:
 
 E_g is the error of the output Y of the decoder block when only group g's input has 4 bits. It
 compares down_proj with q_proj, which errors of the linears' own outputs cannot; relative to Y it
-compares decoder blocks. The work of a channel block is its number of weights.
+compares decoder blocks. The work of a channel block is its number of weights. X and W are in the
+order in which the channels will be, and rotated if the recipe rotates them at run time.
 
 Legend: X_b, W_b the channels of block b of the input and the weight; T tokens.
 """
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import run
+from qtool.calibration.rounding.rounded import arranged
 
 T = TypeVar("T", bound=Hashable)
 
@@ -63,14 +65,15 @@ def allocate(groups: Mapping[T, BlockCosts], w4a4_share: float) -> dict[T, int]:
 def block_shares(block: Block, linears: Sequence[str], x: Tensor, order: Tensor) -> Tensor:
     """Share ``[K/128]`` of each channel block in the output error of 4-bit inputs ``x [T, K]``.
 
-    The channels of ``x`` are in ``order [K]``; the columns of the weights are not.
+    ``order [K]`` is the one in which channels are cut into blocks.
     """
     total = None
     for name in linears:
-        scheme, weight = block.schemes[name], block.weight(name).float()[:, order]
+        scheme, rotated = block.schemes[name], name in block.to_rotate
         size = scheme.group_size or x.shape[1]
-        rounded = scheme.fake_activation(x, block.fit(name))
-        error = (x - rounded).unflatten(1, (-1, size)).transpose(0, 1)  # [G, T, g]
+        seen, weight = (arranged(t, order, rotated) for t in (x, block.weight(name).float()))
+        rounded = scheme.fake_activation(seen, block.fit(name))
+        error = (seen - rounded).unflatten(1, (-1, size)).transpose(0, 1)  # [G, T, g]
         outputs = error @ weight.unflatten(1, (-1, size)).permute(1, 2, 0)  # [G, T, N]
         squares = outputs.square().sum((1, 2))
         total = squares if total is None else total + squares
@@ -79,17 +82,18 @@ def block_shares(block: Block, linears: Sequence[str], x: Tensor, order: Tensor)
 
 
 def output_errors(
-    block: Block, batches: Sequence[Batch], groups: Iterable[Sequence[str]]
+    block: Block, batches: Sequence[Batch], groups: Iterable[tuple[Sequence[str], Tensor]]
 ) -> list[float]:
     """The squared error of the decoder block's output, relative to the squared output.
 
-    Each number is for 4-bit inputs to one of ``groups`` alone.
+    Each number is for 4-bit inputs to one of ``groups`` alone: its linears, and the order ``[K]``
+    in which their input channels are cut into blocks.
     """
     exact = [run(block, batch) for batch in batches]
     power = sum(float(e.double().square().sum()) for e in exact)
     errors = []
-    for linears in groups:
-        with rounded_inputs(block, linears):
+    for linears, order in groups:
+        with rounded_inputs(block, linears, order):
             lost = [
                 (run(block, b) - e).double().square().sum()
                 for b, e in zip(batches, exact, strict=True)
@@ -99,12 +103,23 @@ def output_errors(
 
 
 @contextmanager
-def rounded_inputs(block: Block, linears: Sequence[str]) -> Iterator[None]:
-    """Quantize and dequantize the inputs of ``linears``, but not their weights, while open."""
+def rounded_inputs(
+    block: Block, linears: Sequence[str], order: Tensor | None = None
+) -> Iterator[None]:
+    """Quantize and dequantize the inputs of ``linears``, but not their weights, while open.
+
+    They are quantized in ``order [K]``, if given, and rotated where the recipe will rotate them.
+    """
+    back = None if order is None else order.argsort()
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor]], tuple[Tensor]]:
-        scheme, params = block.schemes[name], block.fit(name)
-        return lambda _, inputs: (scheme.fake_activation(inputs[0], params),)
+        scheme, params, rotated = block.schemes[name], block.fit(name), name in block.to_rotate
+
+        def rounded(_: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            x = scheme.fake_activation(arranged(inputs[0], order, rotated), params)
+            return (arranged(arranged(x, None, rotated), back, False),)
+
+        return rounded
 
     handles = [block.get(name).register_forward_pre_hook(hook(name)) for name in linears]
     try:

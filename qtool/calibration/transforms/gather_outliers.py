@@ -117,14 +117,13 @@ class GatherOutliers(Transform):
         }
         inputs = collect(block, batches, [names[0] for names in mixed.values()], self.tokens)
         mixed = {n: names for n, names in mixed.items() if names[0] in inputs}
+        orders = [by_magnitude(inputs[names[0]].amax) for names in mixed.values()]
         found = []
-        for (n, names), error in zip(
-            mixed.items(), output_errors(block, batches, mixed.values()), strict=True
-        ):
+        errors = output_errors(block, batches, zip(mixed.values(), orders, strict=True))
+        for (n, names), order, error in zip(mixed.items(), orders, errors, strict=True):
             seen = inputs[names[0]]
             plan, most = self._plan(seen.amax)
-            order = by_magnitude(seen.amax)
-            cost = error * block_shares(block, names, seen.sample[:, order], order)
+            cost = error * block_shares(block, names, seen.sample, order)
             work = sum(block.weight(name).numel() for name in names) // len(cost)
             found.append((n, BlockCosts(cost, work, int(plan.eight_bit.sum()), most)))
         return found

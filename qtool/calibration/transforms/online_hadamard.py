@@ -48,6 +48,9 @@ class OnlineHadamard(Transform):
     def rotates(self, family: Family) -> tuple[str, ...]:
         return tuple(name for name in family.linears() if name in self._chosen)
 
+    def announce(self, block: Block) -> None:
+        block.to_rotate |= {name for name in self.rotates(block.family) if name in block.schemes}
+
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         for name in self.rotates(block.family):

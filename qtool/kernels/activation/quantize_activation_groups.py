@@ -5,7 +5,7 @@ The codes are s4, or s8 in blocks of 8 bits (APEX4, COMET).
     sx[G, m] = max_{k in G} |y[m, k]| / 7 (a group of zeros: 1)      code = rne(y / sx)
 
 In the groups that ``eight_bit`` marks (COMET's 8-bit blocks), 127 takes the place of 7. ``y`` is x
-after fusion and gather, as in :mod:`~qtool.kernels.activation.quantize_activation`.
+after fusion, gather and rotation, as in :mod:`~qtool.kernels.activation.quantize_activation`.
 """
 
 from collections.abc import Iterator
@@ -31,6 +31,8 @@ from qtool.kernels.checks import require_tensors
 from qtool.kernels.launch import pointers
 from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.activation import quantize_groups
+from qtool.schemes.arithmetic.online_hadamard import SPAN as ROTATED
+from qtool.schemes.arithmetic.online_hadamard import rotate
 
 OP = "quantize_activation_groups"
 SOURCE = f"activation/{OP}"
@@ -45,8 +47,9 @@ def scale_shape(groups: int, tokens: int) -> tuple[int, int]:
 class QuantizeActivationGroups(NamedTuple):
     """Codes int8 ``[M, K]`` and scales float32 ``[G, M4]`` of an input.
 
-    M4 is M rounded up to a multiple of 4, padded with 1. ``x``, ``order``, ``norm``, ``fusion`` and
-    ``epsilon`` are as of :func:`~qtool.kernels.activation.quantize_activation.quantize_activation`.
+    M4 is M rounded up to a multiple of 4, padded with 1. ``x``, ``order``, ``norm``, ``fusion``,
+    ``epsilon`` and ``rotated`` are as of
+    :func:`~qtool.kernels.activation.quantize_activation.quantize_activation`.
 
     Args:
         eight_bit: uint8 ``[G]``, 1 for the groups of 8-bit codes, or ``None``: there are none.
@@ -66,6 +69,7 @@ class QuantizeActivationGroups(NamedTuple):
     epsilon: float
     group_size: int | None
     arrangement: str
+    rotated: bool = False
 
     @property
     def k(self) -> int:
@@ -79,7 +83,7 @@ class QuantizeActivationGroups(NamedTuple):
             raise QtoolError(f"{op}: unknown arrangement {self.arrangement!r}: {known}")
         if group_size not in GROUP_SIZES:
             raise QtoolError(f"{op}: no group size {group_size}; accepted: {GROUP_SIZES}")
-        step = max(SPAN, group_size or 0)
+        step = max(ROTATED if self.rotated else SPAN, group_size or 0)
         require_inputs(op, self.x, self.order, self.norm, self.fusion, step)
         groups = None if self.eight_bit is None else (self.k // (group_size or self.k),)
         eight_bit = (self.eight_bit, groups, (torch.uint8,))
@@ -98,6 +102,7 @@ class QuantizeActivationGroups(NamedTuple):
         blocks = self.eight_bit
         top: Tensor | int = 7 if blocks is None else torch.where(blocks.bool(), 127, 7)
         y = fused(self.x, self.order, self.norm, self.fusion, self.epsilon)
+        y = rotate(y) if self.rotated else y
         codes, found = quantize_groups(y, self.group_size or self.k, top)
         scale = self.empty_scale().fill_(1.0)
         scale[:, : len(found)] = found.t()
@@ -111,7 +116,7 @@ class QuantizeActivationGroups(NamedTuple):
 
         ``packed``: 0 stores a byte a code, 1 nibbles, 2 nibbles except in 8-bit blocks.
         """
-        x, how = self.x, (self.group_size, self.arrangement, packed)
+        x, how = self.x, (self.group_size, self.arrangement, packed, self.rotated)
         source = definition(self.k, x.dtype, self.fusion, self.order is not None, *how)
         tensors = (self.order, self.norm, self.eight_bit)
         plan = RowPlan([(inf, source)], tensors, self.k, self.epsilon, x.device)
@@ -129,19 +134,31 @@ def definition(
     group_size: int | None,
     arrangement: str,
     packed: int = 0,
+    rotated: bool = False,
 ) -> Source:
     """Source name, prologue and macros of one kernel."""
     defines = {"GROUP": group_size or 0, "ARRANGEMENT": ARRANGEMENTS[arrangement], "PACKED": packed}
-    return SOURCE, "", row_definition(k, dtype, fusion, gather) | defines
+    return SOURCE, "", row_definition(k, dtype, fusion, gather, rotated) | defines
 
 
 def builds() -> Iterator[Build]:
-    """Each fusion at a short and a long row; each kind of group and arrangement."""
+    """Each fusion at a short and a long row; each kind of group and arrangement; rotated ones."""
     variants = ((32, "apex4"), (128, "w4ax-interleaved"), (1024, "apex4"), (None, "none"))
     for fusion, k, (group, arrangement) in product(FUSIONS, (1024, IN_REGISTERS), variants):
         source = definition(k, torch.bfloat16, fusion, True, group, arrangement)
         yield Build(
             f"{SOURCE} {fusion} K={k} g{group}", "sm_90a", source, source[2]["THREADS"], calls=True
+        )
+    for fusion in FUSIONS:
+        source = definition(
+            IN_REGISTERS, torch.bfloat16, fusion, True, 128, "w4ax-interleaved", rotated=True
+        )
+        yield Build(
+            f"{SOURCE} {fusion} K={IN_REGISTERS} g128 rotated",
+            "sm_90a",
+            source,
+            source[2]["THREADS"],
+            calls=True,
         )
     for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
         source = definition(4096, torch.float16, "none", False, 128, "apex4")

@@ -29,12 +29,12 @@ OP = "quantize_packed_groups"
 
 
 def builds() -> Iterator[Build]:
-    """Both layouts, with and without 8-bit blocks."""
-    for arch, (layout, packed) in product(ARCHS, (("apex4", 1), ("w4ax-interleaved", 2))):
-        source = definition(4096, torch.float16, "none", True, BLOCK, layout, packed)
-        yield Build(
-            f"quantize_packed_groups {layout}", arch, source, source[2]["THREADS"], calls=True
-        )
+    """Both layouts, with and without 8-bit blocks, rotated and not."""
+    layouts = ("apex4", 1), ("w4ax-interleaved", 2)
+    for arch, (layout, packed), rotated in product(ARCHS, layouts, (False, True)):
+        source = definition(4096, torch.float16, "none", True, BLOCK, layout, packed, rotated)
+        name = f"quantize_packed_groups {layout}" + " rotated" * rotated
+        yield Build(name, arch, source, source[2]["THREADS"], calls=True)
 
 
 class QuantizePackedGroups(NamedTuple):
@@ -58,6 +58,7 @@ class QuantizePackedGroups(NamedTuple):
     epsilon: float
     group_size: int | None
     layout: str
+    rotated: bool = False
 
     def require(self) -> None:
         if self.layout == "none" or (self.eight_bit is not None and self.group_size != BLOCK):

@@ -9,7 +9,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.forwards import observe, propagate, run
 from qtool.calibration.method import check_order
 from qtool.calibration.options import check_options
-from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.rounding.rounded import Rounded, arranged
 from qtool.calibration.transforms import gather_outliers
 from qtool.calibration.transforms.block_precision import (
     BlockCosts,
@@ -20,6 +20,7 @@ from qtool.calibration.transforms.block_precision import (
 from qtool.calibration.transforms.clip import Clip
 from qtool.calibration.transforms.gather_outliers import GatherOutliers
 from qtool.calibration.transforms.norm_fusion import NormFusion
+from qtool.calibration.transforms.online_hadamard import OnlineHadamard
 from qtool.calibration.transforms.reorder import Reorder
 from qtool.calibration.transforms.smooth import Smooth
 from qtool.errors import QtoolError
@@ -261,7 +262,9 @@ def test_blocks_go_where_the_decoder_block_feels_them(name, wide, blocks, monkey
     block, batches = blocks(wide, get("w4ax-fmpq"))[0]
     felt = set(block.family.group_of(name).linears)
     monkeypatch.setattr(
-        gather_outliers, "output_errors", lambda _, __, groups: [float(name in g) for g in groups]
+        gather_outliers,
+        "output_errors",
+        lambda _, __, groups: [float(name in g) for g, _ in groups],
     )
     work = {linear: block.weight(linear).numel() for linear in block.schemes}
     share = 1 - sum(work[linear] for linear in felt) / sum(work.values())
@@ -280,9 +283,29 @@ def test_inputs_are_judged_in_the_order_in_which_they_are_gathered(wide, blocks,
         observe(block, batches, {names[0]: seen.append})
         x = torch.cat(seen).float()
         order = by_magnitude(x.abs().amax(0))
-        shares = block_shares(block, names, x[:, order], order)
+        shares = block_shares(block, names, x, order)
         torch.testing.assert_close(costs.cost / costs.cost.sum(), shares)
     assert len(given) == 4
+
+
+@torch.no_grad()
+def test_inputs_are_judged_as_rotated_as_they_will_be(wide, blocks):
+    scatter_outliers(wide)
+    block, batches = blocks(wide, get("w4ax-fmpq"))[0]
+    down = "mlp.down_proj"
+    order = torch.randperm(block.weight(down).shape[1])
+    x = torch.randn(32, len(order)).exp()
+    rotated = copy.deepcopy(block)
+    rotated.permute(down, order)
+    rotated.rotate_inputs(down)
+    rotation = OnlineHadamard()
+    rotation.prepare(block.family, wide.config)
+    rotation.announce(block)
+    assert block.to_rotate == {down}
+    with rounded_inputs(block, [down], order), rounded_inputs(rotated, [down]):
+        torch.testing.assert_close(run(block, batches[0]), run(rotated, batches[0]))
+    as_they_are = block_shares(rotated, [down], arranged(x, order, True), torch.arange(len(order)))
+    torch.testing.assert_close(block_shares(block, [down], x, order), as_they_are)
 
 
 def test_the_share_is_of_the_whole_model():
