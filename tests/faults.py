@@ -491,6 +491,12 @@ FAULTS = [
             "tests/pipeline/test_quantize.py",
         ),
         (
+            "qtool/pipeline/streaming/shards.py",
+            "self._few(earlier, tokens, snapshots, job.transforms)",
+            "self._few(earlier, tokens, snapshots)",
+            "tests/pipeline/test_quantize.py",
+        ),
+        (
             "qtool/calibration/transforms/learned_rotation.py",
             "slice((step + number) % n, None, n)",
             "slice(0, None, n + 1)",

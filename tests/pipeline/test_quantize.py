@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -297,6 +297,21 @@ def test_a_transform_learns_of_as_many_sequences_whatever_the_batches(
             calibration=Calibration(tokens, {"text": "random"}),
         )
     assert sum(seen) == LEARNING_SEQUENCES == 8
+
+
+def test_a_transform_that_learns_knows_what_later_ones_announce(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, seen = make_model("llama", num_hidden_layers=3), []
+
+    def learn(self: Rotate, blocks: Iterator[Block], batches: Batches) -> None:
+        seen.extend(block.to_rotate for block in blocks)
+        raise Killed
+
+    monkeypatch.setattr(Rotate, "learn", learn)
+    with pytest.raises(Killed):
+        _calibrated(source, tmp_path / "out")
+    assert seen == [{"mlp.down_proj"}] * 3
 
 
 def test_the_last_transform_announces_before_the_first_rewrites(

@@ -20,6 +20,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.expert_tokens import add_tokens
 from qtool.calibration.forwards import Reference, propagate
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
+from qtool.calibration.method import Transform
 from qtool.calibration.rounding.rounded import SimulatedLinear
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
@@ -60,6 +61,7 @@ class BuiltBlocks:
             (:mod:`~qtool.pipeline.streaming.snapshots`); without them ``start`` is 0.
         phases: timer that records the time of each phase.
         sensitivity: gives :attr:`Block.sensitivity` in the source's channels, if the run has it.
+        announcing: the transforms that announce what they will do, by default those of ``job``.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class BuiltBlocks:
         start: int = 0,
         kept: Mapping[str, Entry] | None = None,
         sensitivity: Callable[[int], Tensor | None] = lambda index: None,
+        announcing: Sequence[Transform] | None = None,
     ) -> None:
         self.sensitivity = sensitivity
+        self.announcing = job.transforms if announcing is None else announcing
         self.source, self.job, self.device = source, job, device
         self.snapshots, self.kept = snapshots, kept
         self.compute = compute_dtype(job, device)
@@ -258,7 +262,7 @@ class BuiltBlocks:
             notes=notes,
             exact=exact,
         )
-        for transform in job.transforms:
+        for transform in self.announcing:
             transform.announce(block)
         return block, formats
 

@@ -273,20 +273,26 @@ class Shards:
         """What transform ``number`` learns from blocks that the earlier ones have rewritten."""
         job = self.job
         earlier = replace(job, transforms=job.transforms[:number], rounding=RoundToNearest())
-        with self._few(earlier, tokens, snapshots) as built:
+        with self._few(earlier, tokens, snapshots, job.transforms) as built:
             found = transform.learn(built.blocks(), built.batches)
         for key, tensor in require_returned(transform, "learn", found, dict).items():
             require_returned(transform, "learn", tensor, Tensor, f" for {key!r}")
         return found
 
     def _few(
-        self, job: Job, tokens: Sequence[Tensor], snapshots: Snapshots
+        self,
+        job: Job,
+        tokens: Sequence[Tensor],
+        snapshots: Snapshots,
+        announcing: Sequence[Transform] = (),
     ) -> AbstractContextManager[BuiltBlocks]:
-        """The blocks of ``job`` with :data:`LEARNING_SEQUENCES` sequences, on the device."""
+        """The blocks of ``job`` with :data:`LEARNING_SEQUENCES` sequences, on the device.
+
+        ``announcing`` transforms may come later than those of ``job``.
+        """
         few, place = list(_first(tokens, LEARNING_SEQUENCES)), self._activations("device")
-        return closing(
-            BuiltBlocks(self.source, job, few, self.device, place, snapshots, self.phases)
-        )
+        own = (self.source, job, few, self.device, place, snapshots, self.phases)
+        return closing(BuiltBlocks(*own, announcing=announcing))
 
     def _putting(
         self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]
