@@ -467,6 +467,12 @@ FAULTS = [
             "tests/calibration/transforms/test_reorder.py",
         ),
         (
+            "qtool/calibration/transforms/smooth.py",
+            "stacked_weights(block, some), some[0] in block.to_rotate)",
+            "stacked_weights(block, some), False)",
+            "tests/calibration/transforms/test_smooth.py",
+        ),
+        (
             "qtool/calibration/transforms/online_hadamard.py",
             "block.to_rotate |= {",
             "_ = {",

@@ -361,7 +361,7 @@ def test_searches_are_planned_in_the_turns_that_run(
 
     def counted_factors(stacks: Any, *rest: Any) -> Any:
         whole = list(stacks)
-        turns.extend(len(weight) for _, weight in whole)
+        turns.extend(len(weight) for _, weight, _ in whole)
         return factors(whole, *rest)
 
     def counted_clips(scheme: Any, weight: torch.Tensor, *rest: Any) -> Any:

@@ -31,6 +31,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
 from qtool.calibration.precision import products, stack, tensor_cores
+from qtool.calibration.rounding.rounded import arranged
 from qtool.calibration.stacking import (
     by_role,
     padded,
@@ -175,7 +176,10 @@ def search(
         x_amax, w_amax = (per_kv_head(amax[0], block.heads)[None] for amax in (x_amax, w_amax))
     quantized = [some for some in stacks if some[0] in block.schemes]
     return best_factors(
-        ((block.schemes[some[0]], stacked_weights(block, some)) for some in quantized),
+        (
+            (block.schemes[some[0]], stacked_weights(block, some), some[0] in block.to_rotate)
+            for some in quantized
+        ),
         x,
         [len(seen.sample) for seen in inputs],
         x_amax,
@@ -240,7 +244,7 @@ def smooth_factors(
     x_amax = inputs.abs().amax(0)
     w_amax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
     factors, values = best_factors(
-        ((s, weight[None].float()) for s, weight in zip(schemes, weights, strict=True)),
+        ((s, weight[None].float(), False) for s, weight in zip(schemes, weights, strict=True)),
         inputs[None],
         [len(inputs)],
         x_amax[None],
@@ -252,7 +256,7 @@ def smooth_factors(
 
 
 def best_factors(
-    stacks: Iterable[tuple[Scheme, Tensor]],
+    stacks: Iterable[tuple[Scheme, Tensor, bool]],
     x: Tensor,
     tokens: Sequence[int],
     x_amax: Tensor,
@@ -264,8 +268,8 @@ def best_factors(
 
     Args:
         stacks: scheme and weights ``[S, N, K]`` float32 of the linears of a single group, or of the
-            only linear of each of S = E groups. They are read one by one, so that an iterator may
-            hold one at a time.
+            only linear of each of S = E groups, and whether what they read is rotated before it is
+            quantized. They are read one by one, so that an iterator may hold one at a time.
         x: samples ``[E, T, K]``, with zeros after the ``tokens`` of each group.
         tokens: number of tokens of each group.
         x_amax: ``[E, K]``, the largest input of each channel.
@@ -281,11 +285,12 @@ def best_factors(
     )  # [C, E, K]
     candidates, outputs = [start, *factors], 0
     errors = torch.zeros(len(candidates), len(x), dtype=torch.float64, device=x.device)
-    for scheme, weight in stacks:
+    for scheme, weight, rotated in stacks:
         target = products(x, weight.mT)
         with tensor_cores():
             for number in ranks.local_items(range(len(candidates))):
-                errors[number] += output_error(x, scheme, weight, target, candidates[number])
+                factor = candidates[number]
+                errors[number] += output_error(x, scheme, weight, target, factor, rotated)
         outputs += target.shape[0] * target.shape[2] // len(x)
     ranks.all_reduce(errors)  # each sum is a number plus zeros, hence exact
     errors /= outputs * torch.tensor(tokens).to(x.device, non_blocking=True)
@@ -333,14 +338,16 @@ def _median(amax: Tensor) -> Tensor:
 
 
 def output_error(
-    x: Tensor, scheme: Scheme, weight: Tensor, target: Tensor, factor: Tensor
+    x: Tensor, scheme: Scheme, weight: Tensor, target: Tensor, factor: Tensor, rotated: bool
 ) -> Tensor:
     """Squared errors ``[E]`` of the outputs ``target [S, T, N]`` of linears ``[S, N, K]``.
 
-    The linears' inputs ``x [E, T, K]`` and weights are smoothed by ``factor [E, K]``, then
-    quantized.
+    The linears' inputs ``x [E, T, K]`` and weights are smoothed by ``factor [E, K]``, rotated if
+    they will be at run time, then quantized.
     """
-    smoothed, scaled = x / factor[:, None], weight * factor[:, None]
+    smoothed, scaled = (
+        arranged(t, None, rotated) for t in (x / factor[:, None], weight * factor[:, None])
+    )
     rows = scaled.flatten(0, 1)
     params = scheme.fit(rows, finite=True)
     rounded = scheme.fake_weight(rows, params).view_as(scaled)

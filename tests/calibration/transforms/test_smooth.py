@@ -21,6 +21,7 @@ from qtool.calibration.transforms.smooth import (
 from qtool.errors import QtoolError
 from qtool.models.parts import Fold
 from qtool.schemes import get
+from qtool.schemes.arithmetic.online_hadamard import rotate
 
 
 def test_logits_stay(any_model, transformed, logits):
@@ -143,6 +144,24 @@ def test_reported_errors_are_mean_squares_of_the_quantized_outputs(llama, blocks
     torch.testing.assert_close(error.float(), mean_square(factor))
     amax = torch.cat(weights).abs().amax(0)
     torch.testing.assert_close(factor, smoothing_factor(seen.amax, amax, float(alpha), float(beta)))
+
+
+def test_what_is_rotated_at_run_time_is_judged_as_rotated(llama, blocks):
+    block, batches = blocks(llama, get("w4a8-lqq", 32))[0]
+    down = "mlp.down_proj"
+    seen = collect(block, batches, [down], 64)[down]
+    scheme, weight, block.to_rotate = block.schemes[down], block.weight(down).clone(), {down}
+    groups = [block.family.group_of(down)]
+    factors, ((_, _, error, unsmoothed),) = search(block, groups, [seen], Smooth(steps=2).grid())
+
+    def mean_square(factor):
+        inputs, scaled = rotate(seen.sample / factor), rotate(weight * factor)
+        params = scheme.fit(scaled)
+        outputs = scheme.fake_activation(inputs, params) @ scheme.fake_weight(scaled, params).T
+        return (outputs - seen.sample @ weight.T).square().mean()
+
+    torch.testing.assert_close(unsmoothed.float(), mean_square(torch.ones(())))
+    torch.testing.assert_close(error.float(), mean_square(factors[0]))
 
 
 def test_dead_channels_move_with_the_others():
