@@ -25,15 +25,17 @@ def test_calls_are_replayed_with_their_own_arguments() -> None:
         total.add_(x * more["times"] + more["also"])
 
     recorded, want = Recorded(add), torch.zeros(3, device="cuda")
+    none = torch.zeros(1, device="cuda")
+    recorded(none, {"times": 1, "also": none})  # of another shape than the others
     for i in range(6):
         x, also = torch.full((3,), float(i), device="cuda"), torch.ones(3, device="cuda") * i * i
         recorded(x, {"times": 2, "also": also})
         want += 2 * x + also
     assert torch.equal(total, want)
-    assert calls == [2, 2]  # once run, once recorded
+    assert calls == [1, 2, 2]  # once run, once recorded
     recorded(x, {"times": 5, "also": also})
     recorded(x[:1], {"times": 2, "also": also[:1]})
-    assert calls == [2, 2, 5, 2]
+    assert calls == [1, 2, 2, 5, 2]
 
 
 def test_what_a_graph_cannot_hold_runs_as_it_is() -> None:
