@@ -103,7 +103,7 @@ class Transform(Method):
         """Take what :meth:`learn` found."""
 
     def announce(self, block: Block) -> None:
-        """Note in ``block`` now what earlier transforms gain by knowing, as its schemes.
+        """Write into ``block`` what earlier transforms gain by knowing: schemes, what is rotated.
 
         It is called for each block before the first transform rewrites it.
         """

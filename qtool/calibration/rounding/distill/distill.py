@@ -260,7 +260,7 @@ class Lesson:
         if batch is None or target is None:
             return None
         tensors, arguments = entering(self.student, batch)
-        size = torch.tensor(self.sizes[i], dtype=torch.float32, device=self.device)
+        size = torch.full((), self.sizes[i], device=self.device)
         return tensors, arguments, target.to(self.device), size
 
     def loss(self, given: Given | None) -> Tensor:
