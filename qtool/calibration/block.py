@@ -45,7 +45,7 @@ class Block:
             cannot store that order: the columns are stored in it, and the input is gathered at run
             time.
         rotated: linears whose inputs are rotated at run time, after they are gathered.
-        to_rotate: linears whose inputs a transform of the recipe rotates, this one or a later one.
+        to_rotate: linears that are in ``rotated`` in the end, also before that transform has run.
         notes: what methods report (errors, choices), written to qtool.json.
         exact: float32 tensors by parameter name, of which the module holds 16-bit copies
             (:meth:`update_module`); empty if the module's own tensors are the exact ones.

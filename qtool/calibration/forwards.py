@@ -33,11 +33,6 @@ PLAIN_ATTENTION = 2048
 Observer = Callable[..., None]
 
 
-def forward(block: Block, batch: Batch, **extra: Any) -> Tensor:
-    """:func:`run` for all sequences at once and with gradients, for methods that learn."""
-    return _forward(block, batch, **extra)[HIDDEN]
-
-
 def entering(block: Block, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors that enter the block, by name, and its other arguments, on its device."""
     tensors = {n: t.to(block.device, non_blocking=True) for n, t in batch.tensors.items()}
@@ -68,11 +63,11 @@ def with_gradients(block: Block, batch: Batch) -> tuple[Tensor, Tensor]:
     Keys and values are in full precision. Up to :data:`PLAIN_ATTENTION` tokens attention runs as
     plain products, whose gradients are the same in each run; those of fused kernels are not.
     """
-    entering = batch.hidden.to(block.device).detach().requires_grad_()
+    x = batch.hidden.to(block.device).detach().requires_grad_()
     plain = plain_attention() if batch.shape[1] <= PLAIN_ATTENTION else nullcontext()
     with torch.enable_grad(), plain:
         # a copy, since some blocks add to their input in place
-        return entering, forward(block, replace(batch, hidden=entering.clone()), **block.full_kv)
+        return x, _forward(block, replace(batch, hidden=x.clone()), **block.full_kv)[HIDDEN]
 
 
 @contextmanager

@@ -143,23 +143,14 @@ def definition(
 
 def builds() -> Iterator[Build]:
     """Each fusion at a short and a long row; each kind of group and arrangement; rotated ones."""
-    variants = ((32, "apex4"), (128, "w4ax-interleaved"), (1024, "apex4"), (None, "none"))
-    for fusion, k, (group, arrangement) in product(FUSIONS, (1024, IN_REGISTERS), variants):
-        source = definition(k, torch.bfloat16, fusion, True, group, arrangement)
-        yield Build(
-            f"{SOURCE} {fusion} K={k} g{group}", "sm_90a", source, source[2]["THREADS"], calls=True
-        )
-    for fusion in FUSIONS:
-        source = definition(
-            IN_REGISTERS, torch.bfloat16, fusion, True, 128, "w4ax-interleaved", rotated=True
-        )
-        yield Build(
-            f"{SOURCE} {fusion} K={IN_REGISTERS} g128 rotated",
-            "sm_90a",
-            source,
-            source[2]["THREADS"],
-            calls=True,
-        )
+    plain = ((32, "apex4"), (128, "w4ax-interleaved"), (1024, "apex4"), (None, "none"))
+    variants = [(*kind, False) for kind in plain] + [(128, "w4ax-interleaved", True)]
+    for fusion, k, variant in product(FUSIONS, (1024, IN_REGISTERS), variants):
+        group, arrangement, rotated = variant
+        how = (group, arrangement, 0, rotated)
+        source = definition(k, torch.bfloat16, fusion, True, *how)
+        name = f"{SOURCE} {fusion} K={k} g{group}" + " rotated" * rotated
+        yield Build(name, "sm_90a", source, source[2]["THREADS"], calls=True)
     for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
         source = definition(4096, torch.float16, "none", False, 128, "apex4")
         yield Build(f"{SOURCE} g128", arch, source, source[2]["THREADS"], calls=True)
