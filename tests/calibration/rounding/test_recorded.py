@@ -1,6 +1,7 @@
 """A recorded function does on a GPU what the function itself does."""
 
 import copy
+import threading
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from qtool.calibration.rounding.distill import distill
 from qtool.calibration.rounding.distill.distill import Distill
 from qtool.calibration.rounding.distill.recorded import Recorded
 from qtool.schemes import get
-from tests.calibration.conftest import random_block
+from tests.calibration.conftest import CONFIGS, make_model, random_block
 
 pytestmark = pytest.mark.cuda
 
@@ -46,9 +47,33 @@ def test_what_a_graph_cannot_hold_runs_as_it_is() -> None:
         total.add_(x)
 
     recorded = Recorded(add)
-    for i in range(4):
-        recorded(torch.full((1,), float(i), device="cuda"))
+    with mock.patch.object(torch.cuda, "graph", side_effect=AssertionError):  # it is not tried
+        for i in range(4):
+            recorded(torch.full((1,), float(i), device="cuda"))
     assert recorded.refused and seen == [0, 1, 2, 3] and float(total) == 6
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_a_wait_of_another_thread_is_not_the_functions_own() -> None:
+    total = torch.zeros(1, device="cuda")
+
+    def add(x: Tensor) -> None:
+        other = threading.Thread(target=lambda: float(total))
+        other.start()
+        other.join()
+        total.add_(x)
+
+    recorded = Recorded(add)
+    recorded(torch.ones(1, device="cuda"))
+    assert not recorded.refused and float(total) == 1
+
+
+def test_routed_experts_wait_and_leave_the_gpu_as_it_was(blocks: Any) -> None:
+    block, batches = blocks(make_model(CONFIGS["mixtral"]), get("w4a16", 32))[0]
+    block.module.cuda()
+    with mock.patch.object(torch.cuda, "graph", side_effect=AssertionError):
+        Distill(samples=4, batch=2, epochs=3).round(block, batches)
+    assert len(block.notes["distill"]["loss"]) == 4
 
 
 @pytest.mark.parametrize("name", ["w4a16-24", "w4a8-lqq", "w4a4"])

@@ -4,14 +4,15 @@ A GPU runs a small operation in less time than the host takes to launch it. A gr
 operations of a call at once.
 """
 
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-
-from qtool.errors import QtoolError
 
 
 class Recorded:
@@ -34,34 +35,64 @@ class Recorded:
     def __call__(self, *arguments: Any) -> None:
         leaves, structure = tree_flatten(arguments)
         kind = structure, [_kind(leaf) for leaf in leaves]
-        if kind == self.kind and (self.graph or self._record(leaves, structure)):
-            assert self.graph is not None
-            for own, leaf in zip(self.leaves, leaves, strict=True):
-                if isinstance(own, Tensor):
-                    own.copy_(leaf, non_blocking=True)
-            self.graph.replay()
+        if self.graph is None and not self.refused:
+            if kind == self.kind:
+                self._record(leaves, structure)
+            else:
+                self.kind = kind
+                with _waits() as waits:
+                    self.function(*arguments)
+                self.refused = bool(waits)
+                return
+        if self.graph is None or kind != self.kind:
+            self.function(*arguments)
             return
-        if self.graph is None:
-            self.kind = kind
-        self.function(*arguments)
+        for own, leaf in zip(self.leaves, leaves, strict=True):
+            if isinstance(own, Tensor):
+                own.copy_(leaf, non_blocking=True)
+        self.graph.replay()
 
-    def _record(self, leaves: list[Any], structure: Any) -> bool:
-        """Record the function with copies of ``leaves``; False if a graph cannot hold it."""
-        if self.refused:
-            return False
+    def _record(self, leaves: list[Any], structure: Any) -> None:
+        """Record the function with copies of ``leaves``, which computes nothing, if a graph can."""
         self.leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
         torch.cuda.empty_cache()  # memory for a graph is not taken from other free memory
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
         try:
-            stream = torch.cuda.Stream(device)
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self.function(*tree_unflatten(self.leaves, structure))
-        except (RuntimeError, QtoolError):  # nothing was computed while it was recorded
+        except RuntimeError:
             self.refused = True
-            return False
-        self.graph = graph
-        return True
+        else:
+            self.graph = graph
+
+
+@contextmanager
+def _waits() -> Iterator[list[str]]:
+    """torch's warnings that this thread waits for the GPU within.
+
+    They are heard before anything is recorded, since a recording that fails leaves torch's
+    allocator and its generator of random numbers as if it went on.
+    """
+    waits: list[str] = []
+    thread, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def hear(message: Warning | str, *rest: Any, **more: Any) -> None:
+            if "called a synchronizing CUDA operation" not in str(message):
+                show(message, *rest, **more)
+            elif threading.get_ident() == thread:
+                waits.append(str(message))
+
+        warnings.filterwarnings("always", "called a synchronizing CUDA operation")
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        warnings.showwarning = hear
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
 
 def _kind(leaf: Any) -> Any:
