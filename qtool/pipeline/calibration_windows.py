@@ -261,9 +261,7 @@ def _batches(ids: Tensor, facts: Mapping[str, Any]) -> Calibration:
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
-    """Bytes of ``device``: the whole memory, and the part that a run may use."""
-    if device.type == "cuda":
-        whole, free = gpu_memory(device)
-        return whole, DEVICE_SHARE * free
-    whole, free = host_memory()
-    return whole, HOST_SHARE * free
+    """Bytes of ``device``: the whole memory, and the share that a run may use if it is free now."""
+    on_gpu = device.type == "cuda"
+    whole, free = gpu_memory(device) if on_gpu else host_memory()
+    return whole, min((DEVICE_SHARE if on_gpu else HOST_SHARE) * whole, free)

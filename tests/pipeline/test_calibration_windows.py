@@ -117,6 +117,17 @@ def test_free_memory_decides_nothing(
     assert cut("best", windows="given").facts["tokens"] == cut("paper").facts["tokens"]
 
 
+def test_memory_that_a_run_leaves_to_others_may_be_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that fill a run's share of the memory fit while others have a part of theirs."""
+    many = torch.zeros(1 << 14, 128, dtype=torch.long)
+    monkeypatch.setattr(calibration_text, "host_memory", lambda: (1e9, 0.6e9))
+    monkeypatch.setattr(calibration_text, "gpu_memory", lambda device: (1e9, 0.95e9))
+    for device, share in (("cpu", HOST_SHARE), ("cuda", DEVICE_SHARE)):
+        text = asked("best")
+        text.device = torch.device(device)
+        assert 0.59 * share * 1e9 < text._continuation(many).bytes <= share * 1e9
+
+
 def test_the_plan_says_that_the_model_does_not_fit() -> None:
     job = asked("best").job
     assert "pass --windows given" in as_text(plan(job, device_memory=1e6))
