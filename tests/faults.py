@@ -774,6 +774,12 @@ FAULTS = [
             "tests/calibration/rounding/test_rows.py",
         ),
         (
+            "qtool/pipeline/calibration_windows.py",
+            "min((DEVICE_SHARE if on_gpu else HOST_SHARE) * whole, free)",
+            "(DEVICE_SHARE if on_gpu else HOST_SHARE) * free",
+            "tests/pipeline/test_calibration_windows.py",
+        ),
+        (
             "qtool/pipeline/streaming/stream_gradients.py",
             "moments += scaled.T @ (share[:, None] * scaled)",
             "moments += scaled.T @ scaled",
