@@ -261,7 +261,7 @@ def _batches(ids: Tensor, facts: Mapping[str, Any]) -> Calibration:
 
 
 def _memory(device: torch.device) -> tuple[float, float]:
-    """Bytes of ``device``: the whole memory, and the share that a run may use if it is free now."""
+    """Bytes of ``device``: all, and what a run may use: its share, or less if less is free now."""
     on_gpu = device.type == "cuda"
     whole, free = gpu_memory(device) if on_gpu else host_memory()
     return whole, min((DEVICE_SHARE if on_gpu else HOST_SHARE) * whole, free)

@@ -35,22 +35,21 @@ class Recorded:
     def __call__(self, *arguments: Any) -> None:
         leaves, structure = tree_flatten(arguments)
         kind = structure, [_kind(leaf) for leaf in leaves]
-        if self.graph is None and not self.refused:
-            if kind == self.kind:
-                self._record(leaves, structure)
-            else:
-                self.kind = kind
-                with _waits() as waits:
-                    self.function(*arguments)
-                self.refused = bool(waits)
-                return
-        if self.graph is None or kind != self.kind:
+        known = kind == self.kind
+        if known and self.graph is None and not self.refused:
+            self._record(leaves, structure)
+        if known and self.graph is not None:
+            for own, leaf in zip(self.leaves, leaves, strict=True):
+                if isinstance(own, Tensor):
+                    own.copy_(leaf, non_blocking=True)
+            self.graph.replay()
+        elif self.graph is not None or self.refused:
             self.function(*arguments)
-            return
-        for own, leaf in zip(self.leaves, leaves, strict=True):
-            if isinstance(own, Tensor):
-                own.copy_(leaf, non_blocking=True)
-        self.graph.replay()
+        else:
+            self.kind = kind
+            with _waits() as waits:
+                self.function(*arguments)
+            self.refused = bool(waits)
 
     def _record(self, leaves: list[Any], structure: Any) -> None:
         """Record the function with copies of ``leaves``, which computes nothing, if a graph can."""
