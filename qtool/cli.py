@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def main() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # keeps a GPU's memory from being fragmented
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # torch's thread for gradients makes the context that it lacks
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA")
     try:
         cli(standalone_mode=False)
     except SystemExit:  # click raises it for a closed pipe
