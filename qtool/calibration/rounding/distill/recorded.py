@@ -55,7 +55,6 @@ class Recorded:
         """Record the function with copies of ``leaves``, which computes nothing, if a graph can."""
         self.leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-        torch.cuda.empty_cache()  # memory for a graph is not taken from other free memory
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
