@@ -68,7 +68,7 @@ def test_a_wait_of_another_thread_is_not_the_functions_own() -> None:
     assert not recorded.refused and float(total) == 1
 
 
-def test_routed_experts_wait_and_leave_the_gpu_as_it_was(blocks: Any) -> None:
+def test_routed_experts_wait_and_are_not_recorded(blocks: Any) -> None:
     block, batches = blocks(make_model(CONFIGS["mixtral"]), get("w4a16", 32))[0]
     block.module.cuda()
     with mock.patch.object(torch.cuda, "graph", side_effect=AssertionError):
