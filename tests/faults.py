@@ -685,15 +685,21 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/smooth.py",
-            "x_amax / start, w_amax * start,",
-            "x_amax, w_amax,",
+            "torch.where(alone, _median(amax), amax)",
+            "amax",
             "tests/calibration/transforms/test_smooth.py",
         ),
         (
             "qtool/calibration/transforms/smooth.py",
-            "unlike = (x > UNLIKE) & (w * UNLIKE < 1)",
-            "unlike = (x > UNLIKE)",
+            "start = _of_least(starts,",
+            "start = _of_least(starts, -",
             "tests/calibration/transforms/test_smooth.py",
+        ),
+        (
+            "qtool/calibration/statistics.py",
+            "    chosen[: min(tokens, 1)] = True\n",
+            "",
+            "tests/calibration/test_statistics.py",
         ),
         (
             "qtool/calibration/transforms/folding.py",

@@ -125,12 +125,14 @@ def segment_amax(x: Tensor, counts: Sequence[int]) -> Tensor:
 def _positions(total: int, tokens: int, seed: int, routed: bool) -> Tensor:
     """The sampled positions of ``total`` tokens, drawn once for all blocks.
 
+    The first token, where most models have their massive activations, is always sampled.
     An expert may see only a few of all tokens. So with ``routed`` its n-th token is also sampled
     with the probability :data:`LEAST_TOKENS` / n: the first tokens always, later ones less often.
     """
     random = torch.Generator().manual_seed(seed)
     chosen = torch.zeros(total, dtype=torch.bool)
     chosen[torch.randperm(total, generator=random)[:tokens]] = True
+    chosen[: min(tokens, 1)] = True
     if routed and tokens:
         numbers = torch.arange(1, total + 1)
         chosen |= torch.rand(total, generator=random) * numbers < LEAST_TOKENS
@@ -140,7 +142,7 @@ def _positions(total: int, tokens: int, seed: int, routed: bool) -> Tensor:
 def collect(
     block: Block, batches: Sequence[Batch], linears: Iterable[str], tokens: int, seed: int = 0
 ) -> dict[str, Inputs]:
-    """The inputs of ``linears`` in one run of ``block``, sampled at ``tokens`` random positions.
+    """The inputs of ``linears`` in one run of ``block``, at the first and ``tokens`` random positions.
 
     The positions are the same for all linears. An expert, which sees a share of the tokens, has
     that share of the sample and a few more (:func:`_positions`). A linear that saw too few tokens

@@ -97,7 +97,7 @@ def test_inputs_of_several_lengths_are_judged_each_by_its_own():
     seen = [Inputs(sample.abs().amax(0), sample) for sample in samples]
     w_amax = weights.abs().amax(1)
     factors, values = smooth.best_factors(
-        [(scheme, weights, False)],
+        lambda: [(scheme, weights, False)],
         padded(samples),
         [len(sample) for sample in samples],
         torch.stack([own.amax for own in seen]),

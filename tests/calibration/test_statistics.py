@@ -54,7 +54,8 @@ def test_an_expert_that_saw_few_tokens_is_judged_by_enough_of_them(seen: int) ->
     assert torch.equal(positions, positions.unique())
     assert LEAST_TOKENS <= int((positions < seen).sum()) <= 2 * LEAST_TOKENS * math.log(seen)
     every = _positions(total, tokens, 0, False)
-    assert len(every) == tokens and torch.isin(every, positions).all()
+    assert len(every) - tokens in (0, 1) and torch.isin(every, positions).all()
+    assert every[0] == 0  # most models have their massive activations there
     assert len(_positions(total, 0, 0, True)) == 0
 
 

@@ -360,9 +360,9 @@ def test_searches_are_planned_in_the_turns_that_run(
     factors, search = smooth.best_factors, clip.search
 
     def counted_factors(stacks: Any, *rest: Any) -> Any:
-        whole = list(stacks)
+        whole = list(stacks())
         turns.extend(len(weight) for _, weight, _ in whole)
-        return factors(whole, *rest)
+        return factors(lambda: whole, *rest)
 
     def counted_clips(scheme: Any, weight: torch.Tensor, *rest: Any) -> Any:
         turns.append(len(weight))

@@ -11,15 +11,16 @@ Without ``alpha``, ``(alpha, beta)`` is searched so that the output error of the
 the scheme's own weight *and* activation quantizers in place; lambda = 1 is in the grid. QServe
 finds alpha near 0 best for the output modules (o, down); the search finds it too if it is best.
 
-A channel may be as large in X as it is small in W, because training or a rewrite of the model made
-it so; only exponents with ``alpha + beta = 1`` undo that. ``balance`` evens out such channels
-first, so that the other channels get the factors that they would have without them.
+A few channels may be far larger in X than all others, and need other exponents: with ``alpha + beta
+= 1`` where training or a rewrite of the model made them as small in W, smaller ones where a massive
+activation passes through them at one token. ``balance`` chooses the factors of such channels first,
+by the same error, so that the other channels get the factors that they would have without them.
 
 The factor folds into the producer of X: a norm's weight, the rows of v (shared by the query heads
 of a kv head) or the rows of up.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,10 +46,14 @@ from qtool.errors import QtoolError
 from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.base import Scheme
 
+#: scheme and weights ``[S, N, K]`` of linears, and whether their input is rotated
+Stack = tuple[Scheme, Tensor, bool]
 #: calibration tokens from which the statistics of inputs are taken; more change little
 MOST_TOKENS = 1 << 16
-#: a channel is large above so many times the median, and small below the inverse
+#: ``balance`` chooses apart the factors of channels above so many times the median
 UNLIKE = 16
+#: steps of their exponent alpha from 0 to 1, where beta is 1 - alpha
+BALANCES = 8
 
 
 @dataclass(kw_only=True)
@@ -60,8 +65,7 @@ class Smooth(Transform):
             and up), ``heads`` (o), ``product`` (down).
         alpha: SmoothQuant's migration strength, 0 to 1, used without a search; None searches.
         steps: grid steps in alpha and in beta, each from 0 to 1.
-        balance: start the search from factors that even out channels which are large in the inputs
-            and small in the weights.
+        balance: first choose the factors of channels that are far larger in the inputs than others.
         tokens: size of the random sample of inputs on which the error is measured, from the first
             65,536 tokens.
         seed: seed of the random sample.
@@ -176,7 +180,7 @@ def search(
         x_amax, w_amax = (per_kv_head(amax[0], block.heads)[None] for amax in (x_amax, w_amax))
     quantized = [some for some in stacks if some[0] in block.schemes]
     return best_factors(
-        (
+        lambda: (
             (block.schemes[some[0]], stacked_weights(block, some), some[0] in block.to_rotate)
             for some in quantized
         ),
@@ -185,7 +189,7 @@ def search(
         x_amax,
         w_amax,
         grid,
-        balancing_factor(x_amax, w_amax) if balance else None,
+        balance,
     )
 
 
@@ -212,7 +216,8 @@ def smooth_factors(
         schemes: one scheme for each weight.
         grid: pairs of exponents ``[C, 2]`` float64; None means ``exponent_grid(5)``. A single pair
             is used even if no smoothing is better.
-        balance: start the search from :func:`balancing_factor`.
+        balance: first choose the factors of channels that are far larger in the inputs than others,
+            by the same error, among :func:`balancing_factors`.
 
     Returns:
         ``lambda`` and ``[4]`` float64: alpha, beta, the mean squared error of the outputs with
@@ -244,47 +249,68 @@ def smooth_factors(
     x_amax = inputs.abs().amax(0)
     w_amax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
     factors, values = best_factors(
-        ((s, weight[None].float(), False) for s, weight in zip(schemes, weights, strict=True)),
+        lambda: (
+            (scheme, weight[None].float(), False)
+            for scheme, weight in zip(schemes, weights, strict=True)
+        ),
         inputs[None],
         [len(inputs)],
         x_amax[None],
         w_amax[None],
         exponent_grid(5) if grid is None else grid,
-        balancing_factor(x_amax, w_amax)[None] if balance else None,
+        balance,
     )
     return factors[0], values[0]
 
 
 def best_factors(
-    stacks: Iterable[tuple[Scheme, Tensor, bool]],
+    stacks: Callable[[], Iterable[Stack]],
     x: Tensor,
     tokens: Sequence[int],
     x_amax: Tensor,
     w_amax: Tensor,
     grid: Tensor,
-    start: Tensor | None = None,
+    balance: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """:func:`smooth_factors` for E groups: ``lambda [E, K]``, and ``[E, 4]``.
 
     Args:
-        stacks: scheme and weights ``[S, N, K]`` float32 of the linears of a single group, or of the
-            only linear of each of S = E groups, and whether what they read is rotated before it is
-            quantized. They are read one by one, so that an iterator may hold one at a time.
+        stacks: returns scheme and weights ``[S, N, K]`` float32 of the linears of a single group,
+            or of the only linear of each of S = E groups, and whether what they read is rotated
+            before it is quantized. They are read one by one, so that one is held at a time.
         x: samples ``[E, T, K]``, with zeros after the ``tokens`` of each group.
         tokens: number of tokens of each group.
         x_amax: ``[E, K]``, the largest input of each channel.
         w_amax: ``[E, K]``, the largest weight of each channel.
         grid: pairs of exponents ``[C, 2]``.
-        start: factors ``[E, K]`` that multiply the searched ones; None means 1.
+        balance: as for :func:`smooth_factors`.
     """
+    start = torch.ones_like(x_amax)
+    if balance and (alone := x_amax > UNLIKE * _median(x_amax)).any():
+        starts = torch.where(alone, balancing_factors(x_amax, w_amax), 1.0)
+        start = _of_least(starts, output_errors(stacks(), x, tokens, starts))
+        x_amax, w_amax = (torch.where(alone, _median(amax), amax) for amax in (x_amax, w_amax))
     grid = grid.to(x.device, non_blocking=True)
     pairs = grid.to(x_amax.dtype)[:, None]
-    start = torch.ones_like(x_amax) if start is None else start
-    factors = start * smoothing_factor(
-        x_amax / start, w_amax * start, pairs[..., :1], pairs[..., 1:]
-    )  # [C, E, K]
-    candidates, outputs = [start, *factors], 0
-    errors = torch.zeros(len(candidates), len(x), dtype=torch.float64, device=x.device)
+    factors = start * smoothing_factor(x_amax, w_amax, pairs[..., :1], pairs[..., 1:])  # [C, E, K]
+    errors = output_errors(stacks(), x, tokens, torch.cat([start[None], factors]))
+    unsmoothed, errors = errors[0], errors[1:]
+    best = errors.amin(0)
+    better = (best < unsmoothed) | (len(grid) == 1)
+    choice = torch.where(better[:, None], grid[errors.argmin(0)], 0.0)
+    found = torch.stack([torch.where(better, best, unsmoothed), unsmoothed], 1)
+    factor = torch.where(better[:, None], _of_least(factors, errors), start)
+    return factor, torch.cat([choice, found], 1)
+
+
+def output_errors(
+    stacks: Iterable[Stack], x: Tensor, tokens: Sequence[int], candidates: Tensor
+) -> Tensor:
+    """The mean squared errors ``[C, E]`` of all outputs with each of ``candidates [C, E, K]``.
+
+    The other arguments are those of :func:`best_factors`.
+    """
+    errors, outputs = torch.zeros(candidates.shape[:2], dtype=torch.float64, device=x.device), 0
     for scheme, weight, rotated in stacks:
         target = products(x, weight.mT)
         with tensor_cores():
@@ -293,15 +319,13 @@ def best_factors(
                 errors[number] += output_error(x, scheme, weight, target, factor, rotated)
         outputs += target.shape[0] * target.shape[2] // len(x)
     ranks.all_reduce(errors)  # each sum is a number plus zeros, hence exact
-    errors /= outputs * torch.tensor(tokens).to(x.device, non_blocking=True)
-    unsmoothed, errors = errors[0], errors[1:]
-    least = errors.argmin(0, keepdim=True)  # the first of equal errors
-    best = errors.gather(0, least)[0]
-    better = (best < unsmoothed) | (len(grid) == 1)
-    factor = factors.gather(0, least[..., None].expand(1, *x_amax.shape))[0]
-    choice = torch.where(better[:, None], grid[least[0]], 0.0)
-    found = torch.stack([torch.where(better, best, unsmoothed), unsmoothed], 1)
-    return torch.where(better[:, None], factor, start), torch.cat([choice, found], 1)
+    return errors / (outputs * torch.tensor(tokens).to(x.device, non_blocking=True))
+
+
+def _of_least(candidates: Tensor, errors: Tensor) -> Tensor:
+    """The candidate ``[E, K]`` of the least error for each of E groups, the first of equals."""
+    least = errors.argmin(0)[None, :, None].expand(1, *candidates.shape[1:])
+    return candidates.gather(0, least)[0]
 
 
 def smoothing_factor(
@@ -322,14 +346,16 @@ def smoothing_factor(
     return torch.where(count > 0, found, 1.0).clamp(1e-4, 1e4)
 
 
-def balancing_factor(x_amax: Tensor, w_amax: Tensor) -> Tensor:
-    """Factors ``[..., K]`` that even out channels large in X and small in W; 1 for all others.
+def balancing_factors(x_amax: Tensor, w_amax: Tensor) -> Tensor:
+    """Factors ``[C, ..., K]``, at least 1, of channels that differ from others in X, in W, or both.
 
-    A channel is large above ``UNLIKE`` times the median, and small below the median / ``UNLIKE``.
+    With ``x`` and ``w`` in medians of all channels they are ``x^alpha / w^(1 - alpha)``: from one
+    that leaves a small channel of W at the median to one that leaves the channel of X there.
     """
     x, w = (amax / _median(amax) for amax in (x_amax, w_amax))
-    unlike = (x > UNLIKE) & (w * UNLIKE < 1) & (w > 0) & x.isfinite()
-    return torch.where(unlike, (x / w).sqrt(), 1.0)
+    alpha = torch.arange(BALANCES + 1, device=x.device) / BALANCES
+    factors = torch.stack([x**one / w ** (1 - one) for one in alpha])
+    return torch.where(factors.isfinite(), factors, 1.0).clamp(1, 1e4)
 
 
 def _median(amax: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from qtool.calibration.transforms.norm_fusion import NormFusion
 from qtool.calibration.transforms.rotate import Rotate
 from qtool.calibration.transforms.smooth import (
     Smooth,
-    balancing_factor,
+    balancing_factors,
     search,
     smooth_factors,
     smoothing_factor,
@@ -178,7 +178,7 @@ def test_channels_scaled_against_their_columns_leave_the_others_their_factors():
     """As if they had not been: the others' factors are searched from the same start."""
     random = torch.Generator().manual_seed(0)
     weight, x = torch.randn(48, 64, generator=random), torch.randn(96, 64, generator=random)
-    x[:, 5] *= 30  # large in the inputs alone: no reason to balance it
+    x[:, 5] *= 10  # no reason to balance it
     scale = torch.ones(64)
     scale[[3, 40]] = 1000
     scheme = get("w4a8-lqq", 32)
@@ -193,11 +193,26 @@ def test_channels_scaled_against_their_columns_leave_the_others_their_factors():
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=0.1, atol=0)
 
 
-def test_only_channels_large_in_the_one_and_small_in_the_other_are_balanced():
-    x = torch.tensor([1.0, 1, 1, 64, 64, 0, 64])
-    w = torch.tensor([1.0, 1, 1, 1 / 64, 1, 1 / 64, 0])
-    torch.testing.assert_close(balancing_factor(x, w), torch.tensor([1.0, 1, 1, 64, 1, 1, 1]))
-    assert balancing_factor(torch.zeros(4), torch.ones(4)).tolist() == [1] * 4
+def test_channels_far_larger_than_others_have_factors_of_their_own():
+    random = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(48, 64, generator=random), torch.randn(96, 64, generator=random)
+    x *= torch.linspace(1, 4, 64)
+    weight[:, 5] /= 10
+    x[0, 5] = 200  # a massive activation of one token
+    scheme = get("w8a8")
+    factor, (*_, error, _) = smooth_factors([weight], x, [scheme], balance=True)
+    *_, searched, _ = smooth_factors([weight], x, [scheme])[1]
+    assert error < searched and factor.argmax() == 5
+
+
+def test_factors_of_a_balanced_channel_go_from_the_median_of_w_to_that_of_x():
+    x = torch.tensor([1.0, 1, 1, 1, 64, 64, 0, 64])
+    w = torch.tensor([1.0, 1, 1, 1, 1 / 16, 4, 1 / 16, 0])
+    found = balancing_factors(x, w)
+    torch.testing.assert_close(found[0], torch.tensor([1.0, 1, 1, 1, 16, 1, 16, 1]))
+    torch.testing.assert_close(found[-1], torch.tensor([1.0, 1, 1, 1, 64, 64, 1, 64]))
+    assert (found[:, :4] == 1).all() and (found[1:, 4:6] > found[:-1, 4:6] - 1e-4).all()
+    assert (balancing_factors(torch.zeros(4), torch.ones(4)) == 1).all()
 
 
 def test_rotating_after_smoothing_is_refused():
