@@ -142,7 +142,7 @@ def _positions(total: int, tokens: int, seed: int, routed: bool) -> Tensor:
 def collect(
     block: Block, batches: Sequence[Batch], linears: Iterable[str], tokens: int, seed: int = 0
 ) -> dict[str, Inputs]:
-    """The inputs of ``linears`` in one run of ``block``, at the first and ``tokens`` random positions.
+    """The inputs of ``linears`` in one run, at the first and ``tokens`` random positions.
 
     The positions are the same for all linears. An expert, which sees a share of the tokens, has
     that share of the sample and a few more (:func:`_positions`). A linear that saw too few tokens

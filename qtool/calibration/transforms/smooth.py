@@ -15,6 +15,7 @@ A few channels may be far larger in X than all others, and need other exponents:
 = 1`` where training or a rewrite of the model made them as small in W, smaller ones where a massive
 activation passes through them at one token. ``balance`` chooses the factors of such channels first,
 by the same error, so that the other channels get the factors that they would have without them.
+Tokens of massive outputs count less then (:func:`token_shares`).
 
 The factor folds into the producer of X: a norm's weight, the rows of v (shared by the query heads
 of a kv head) or the rows of up.
@@ -50,7 +51,8 @@ from qtool.schemes.base import Scheme
 Stack = tuple[Scheme, Tensor, bool]
 #: calibration tokens from which the statistics of inputs are taken; more change little
 MOST_TOKENS = 1 << 16
-#: ``balance`` chooses apart the factors of channels above so many times the median
+#: ``balance`` chooses apart the factors of channels above so many times the median of their largest
+#: inputs, and lets no token count more than one with so many times the median energy of outputs
 UNLIKE = 16
 #: steps of their exponent alpha from 0 to 1, where beta is 1 - alpha
 BALANCES = 8
@@ -288,12 +290,12 @@ def best_factors(
     start = torch.ones_like(x_amax)
     if balance and (alone := x_amax > UNLIKE * _median(x_amax)).any():
         starts = torch.where(alone, balancing_factors(x_amax, w_amax), 1.0)
-        start = _of_least(starts, output_errors(stacks(), x, tokens, starts))
+        start = _of_least(starts, output_errors(stacks(), x, tokens, starts, balance))
         x_amax, w_amax = (torch.where(alone, _median(amax), amax) for amax in (x_amax, w_amax))
     grid = grid.to(x.device, non_blocking=True)
     pairs = grid.to(x_amax.dtype)[:, None]
     factors = start * smoothing_factor(x_amax, w_amax, pairs[..., :1], pairs[..., 1:])  # [C, E, K]
-    errors = output_errors(stacks(), x, tokens, torch.cat([start[None], factors]))
+    errors = output_errors(stacks(), x, tokens, torch.cat([start[None], factors]), balance)
     unsmoothed, errors = errors[0], errors[1:]
     best = errors.amin(0)
     better = (best < unsmoothed) | (len(grid) == 1)
@@ -304,7 +306,11 @@ def best_factors(
 
 
 def output_errors(
-    stacks: Iterable[Stack], x: Tensor, tokens: Sequence[int], candidates: Tensor
+    stacks: Iterable[Stack],
+    x: Tensor,
+    tokens: Sequence[int],
+    candidates: Tensor,
+    balance: bool = False,
 ) -> Tensor:
     """The mean squared errors ``[C, E]`` of all outputs with each of ``candidates [C, E, K]``.
 
@@ -312,14 +318,32 @@ def output_errors(
     """
     errors, outputs = torch.zeros(candidates.shape[:2], dtype=torch.float64, device=x.device), 0
     for scheme, weight, rotated in stacks:
-        target = products(x, weight.mT)
+        seen, target = x, products(x, weight.mT)
+        if balance:
+            shares = token_shares(target, tokens)
+            seen, target = x * shares, target * shares
         with tensor_cores():
             for number in ranks.local_items(range(len(candidates))):
                 factor = candidates[number]
-                errors[number] += output_error(x, scheme, weight, target, factor, rotated)
+                errors[number] += output_error(seen, scheme, weight, target, factor, rotated)
         outputs += target.shape[0] * target.shape[2] // len(x)
     ranks.all_reduce(errors)  # each sum is a number plus zeros, hence exact
     return errors / (outputs * torch.tensor(tokens).to(x.device, non_blocking=True))
+
+
+def token_shares(outputs: Tensor, tokens: Sequence[int]) -> Tensor:
+    """What of each token counts ``[E, T, 1]``: less than 1 for those of massive outputs.
+
+    The next norm divides by a massive output, so that its error matters less. Energies above
+    ``UNLIKE`` times the median of the ``tokens`` of a group count as so many times the median.
+    ``outputs`` are ``[S, T, N]`` as in :func:`best_factors`, with zeros after a group's tokens.
+    """
+    energy = outputs.square().mean(-1).view(len(tokens), -1, outputs.shape[1]).mean(1)
+    middle = outputs.shape[1] - 1 - torch.tensor(tokens) // 2  # after the zeros
+    place = middle[:, None].to(outputs.device, non_blocking=True)
+    most = UNLIKE * energy.sort(-1).values.gather(1, place)
+    shares = torch.where((energy > most) & (most > 0), most / energy, 1.0)
+    return shares.sqrt()[..., None]
 
 
 def _of_least(candidates: Tensor, errors: Tensor) -> Tensor:

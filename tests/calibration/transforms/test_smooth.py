@@ -17,6 +17,7 @@ from qtool.calibration.transforms.smooth import (
     search,
     smooth_factors,
     smoothing_factor,
+    token_shares,
 )
 from qtool.errors import QtoolError
 from qtool.models.parts import Fold
@@ -193,16 +194,31 @@ def test_channels_scaled_against_their_columns_leave_the_others_their_factors():
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=0.1, atol=0)
 
 
-def test_channels_far_larger_than_others_have_factors_of_their_own():
+def test_a_massive_activation_costs_other_tokens_little():
+    """Its channel has a factor of its own, and its token does not decide alone."""
     random = torch.Generator().manual_seed(0)
     weight, x = torch.randn(48, 64, generator=random), torch.randn(96, 64, generator=random)
     x *= torch.linspace(1, 4, 64)
-    weight[:, 5] /= 10
-    x[0, 5] = 200  # a massive activation of one token
+    x[0, 5] = 2000
     scheme = get("w8a8")
-    factor, (*_, error, _) = smooth_factors([weight], x, [scheme], balance=True)
-    *_, searched, _ = smooth_factors([weight], x, [scheme])[1]
-    assert error < searched and factor.argmax() == 5
+
+    def of_others(balance):
+        factor, _ = smooth_factors([weight], x, [scheme], balance=balance)
+        return smooth_factors([weight * factor], x[1:] / factor, [scheme])[1][3]
+
+    _, (*_, alone) = smooth_factors([weight], x[1:], [scheme])
+    assert of_others(balance=True) < 1.5 * alone < of_others(balance=False)
+
+
+def test_a_token_counts_as_much_as_its_outputs_up_to_a_limit():
+    outputs = torch.ones(2, 8, 3)
+    outputs[0, 2] = 100  # of eight tokens
+    outputs[1, 0], outputs[1, 5:] = 3, 0  # of five
+    found = token_shares(outputs, [8, 5])
+    assert found[0, :, 0].tolist() == [1, 1, pytest.approx(0.04), 1, 1, 1, 1, 1]
+    assert (found[1] == 1).all() and (token_shares(torch.zeros(1, 4, 3), [4]) == 1).all()
+    together = token_shares(torch.stack([outputs[0], outputs[0]]), [8])
+    assert torch.equal(together[0], found[0])
 
 
 def test_factors_of_a_balanced_channel_go_from_the_median_of_w_to_that_of_x():
