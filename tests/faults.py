@@ -673,8 +673,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/smooth.py",
-            "errors /= outputs * torch.tensor(tokens).to(x.device, non_blocking=True)",
-            "errors /= outputs * x.shape[1]",
+            "errors / (outputs * torch.tensor(tokens).to(x.device, non_blocking=True))",
+            "errors / (outputs * x.shape[1])",
             "tests/calibration/test_stacking.py -k lengths",
         ),
         (
