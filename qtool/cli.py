@@ -34,7 +34,7 @@ from qtool.cli_arguments import (
     print_json,
 )
 from qtool.cli_bench import bench
-from qtool.cli_errors import exit_code, show
+from qtool.cli_errors import exit_code, known, show
 from qtool.distributed import watch
 from qtool.errors import CheckFailed, QtoolError
 from qtool.table import render
@@ -80,7 +80,8 @@ def main() -> None:
         cli(standalone_mode=False)
     except SystemExit:  # click raises it for a closed pipe
         watch.leave(CLOSED_PIPE)
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as raised:
+        error = known(raised)
         if watch.fail():
             show(error)
         watch.leave(exit_code(error))

@@ -5,6 +5,7 @@ import traceback
 
 import click
 
+from qtool import plugins
 from qtool.errors import CheckFailed, QtoolError
 
 #: advice after Ctrl-C, by command
@@ -16,12 +17,22 @@ INTERRUPTED = {
 }
 
 
+#: what a user can mend, by its message; OSError means no permission, no space or no such path
+MISTAKES = (QtoolError, OSError, click.ClickException)
+
+
+def known(error: BaseException) -> BaseException:
+    """``error``, or what names the plugin whose code raised it if nothing else does."""
+    if isinstance(error, (*MISTAKES, click.Abort, KeyboardInterrupt)):
+        return error
+    return plugins.raised_in(error) or error
+
+
 def exit_code(error: BaseException) -> int:
     """2 for bad usage or bad input, 130 for an interruption, 1 for a failed check or a defect."""
     if isinstance(error, click.Abort | KeyboardInterrupt):
         return 130
-    mistakes = (QtoolError, OSError, click.ClickException)
-    return 2 if isinstance(error, mistakes) and not isinstance(error, CheckFailed) else 1
+    return 2 if isinstance(error, MISTAKES) and not isinstance(error, CheckFailed) else 1
 
 
 def show(error: BaseException) -> None:
@@ -32,7 +43,6 @@ def show(error: BaseException) -> None:
     elif isinstance(error, click.ClickException):
         error.show()
     elif isinstance(error, QtoolError | OSError):
-        # OSError means no permission, no space or no such path; a traceback would not help
         if "--debug" in sys.argv:
             traceback.print_exception(error)
         click.echo(f"qtool: {_sentence(error)}", err=True)

@@ -166,7 +166,7 @@ def require_names(name: str, value: object) -> list[str]:
     return found
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """The first paragraph of the message of ``error``, cut with dots after 300 characters."""
     text = " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -20,11 +20,11 @@ from importlib.metadata import EntryPoint, entry_points
 from inspect import formatannotation, getmembers, isfunction
 from os import PathLike
 from pathlib import Path
-from traceback import extract_tb
+from traceback import extract_tb, walk_tb
 from types import SimpleNamespace, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from qtool.errors import QtoolError, require_known, require_text, suggest
+from qtool.errors import QtoolError, in_one_line, require_known, require_text, suggest
 
 GROUP = "qtool.plugins"
 T = TypeVar("T")
@@ -63,6 +63,21 @@ def _place(error: Exception) -> str:
     own = str(Path(__file__).parent), contextlib.__file__
     frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(own)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def raised_in(error: BaseException) -> QtoolError | None:
+    """A sentence that names the plugin in whose code ``error`` was raised; None for qtool's own."""
+    owners = {entry.value.split(":")[0].split(".")[0]: entry for entry in entry_points(group=GROUP)}
+    for frame, line in reversed(list(walk_tb(error.__traceback__))):
+        if entry := owners.get(frame.f_globals.get("__name__", "").split(".")[0]):
+            code = frame.f_code
+            found = QtoolError(
+                f"the plugin {entry.name!r} fails in {code.co_qualname} ({code.co_filename}, line"
+                f" {line}): {type(error).__name__}: {in_one_line(error)}"
+            )
+            found.__cause__ = error
+            return found
+    return None
 
 
 def versions() -> dict[str, str]:

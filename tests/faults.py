@@ -696,6 +696,12 @@ FAULTS = [
             "tests/calibration/transforms/test_smooth.py",
         ),
         (
+            "qtool/cli_errors.py",
+            "return plugins.raised_in(error) or error",
+            "return error",
+            "tests/test_plugins.py::test_a_plugin_that_fails_while_a_command_runs_is_named",
+        ),
+        (
             "qtool/calibration/transforms/smooth.py",
             "seen, target = x * shares, target * shares",
             "pass",

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence  # noqa: F401  (named in a text)
 from functools import partial
@@ -22,6 +24,7 @@ from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.transforms.clip import Clip
 from qtool.cli import cli
+from qtool.cli_errors import known
 from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.exchange.export_formats import EXPORT_FORMATS
@@ -109,6 +112,35 @@ def test_a_checkpoint_of_a_plugin_that_is_not_here_says_so(
     del missing["mine"]
     with pytest.raises(QtoolError, match=r"'mine', which is not built in .* no installed plugin"):
         qtool.load(tmp_path / "out")
+
+
+def test_a_plugin_that_fails_while_a_command_runs_is_named(
+    installed: None, tmp_path: Path, make_model: MakeModel
+) -> None:
+    out = qtool.quantize(make_model(), "w4a16-pow2", out=tmp_path / "out").directory
+    module = tmp_path / "site" / "own_scheme.py"
+    good = "return (self.groups(codes).float() * params["
+    module.write_text(
+        module.read_text().replace(good, f"if len(codes) > 64: raise KeyError(3)\n        {good}")
+    )
+    code = "from qtool.cli import main; main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "verify", str(out)],
+        env=os.environ | {"PYTHONPATH": str(module.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr, ran.stderr
+    assert "the plugin 'own-scheme' fails in PowerOfTwo.dequantize (" in ran.stderr
+    assert ran.stderr.endswith("): KeyError: 3\n")
+
+
+def test_only_a_plugins_own_errors_are_laid_to_it(installed: None) -> None:
+    with pytest.raises(ZeroDivisionError) as raised:
+        1 / 0  # noqa: B018
+    assert plugins.raised_in(raised.value) is None and known(raised.value) is raised.value
+    stopped = KeyboardInterrupt()
+    assert known(stopped) is stopped
 
 
 def test_a_plugin_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
