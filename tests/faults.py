@@ -685,7 +685,7 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/smooth.py",
-            "torch.where(alone, _median(amax), amax)",
+            "torch.where(apart, median(amax), amax)",
             "amax",
             "tests/calibration/transforms/test_smooth.py",
         ),
@@ -841,9 +841,21 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/pruned_rotation.py",
-            "torch.where(outlier, median / size, 1.0)",
-            "1.0",
+            "weight * to_median(torch.linalg.vector_norm(weight, dim=1))[:, None]",
+            "weight",
             "tests/calibration/transforms/test_pruned_rotation.py",
+        ),
+        (
+            "qtool/calibration/outliers.py",
+            "most - count + count // 2",
+            "count // 2",
+            "tests/calibration/test_outliers.py",
+        ),
+        (
+            "qtool/calibration/outliers.py",
+            "middle / sizes",
+            "largest * middle / sizes",
+            "tests/calibration/test_outliers.py",
         ),
         (
             "qtool/calibration/rounding/gptq/gptq.py",

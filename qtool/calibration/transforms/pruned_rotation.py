@@ -26,13 +26,12 @@ from torch import Tensor
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import observe
+from qtool.calibration.outliers import to_median
 from qtool.calibration.precision import tensor_cores
 from qtool.calibration.transforms.learned_rotation import descend, rows_of_step, unit_rows
 
 #: share of the mean of H's diagonal that is added to the diagonal, as in GPTQ
 DAMPING = 0.1
-#: a row that is more than so many times as large as the median row is scaled to the median
-LARGEST_ROW = 16.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +86,7 @@ def without_outliers(weight: Tensor) -> Tensor:
     The reader of a large channel of keys or values may divide by the channel's size, so such a row
     matters no more than others, but would outweigh them.
     """
-    size = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
-    median = size.median()
-    outlier = (size > LARGEST_ROW * median) & (median > 0)
-    rows = weight * torch.where(outlier, median / size, 1.0)
+    rows = weight * to_median(torch.linalg.vector_norm(weight, dim=1))[:, None]
     return rows / rows.square().mean().sqrt().clamp(min=1e-20)
 
 

@@ -15,7 +15,7 @@ A few channels may be far larger in X than all others, and need other exponents:
 = 1`` where training or a rewrite of the model made them as small in W, smaller ones where a massive
 activation passes through them at one token. ``balance`` chooses the factors of such channels first,
 by the same error, so that the other channels get the factors that they would have without them.
-Tokens of massive outputs count less then (:func:`token_shares`).
+Tokens of massive outputs count as those of median size then (:mod:`qtool.calibration.outliers`).
 
 The factor folds into the producer of X: a norm's weight, the rows of v (shared by the query heads
 of a kv head) or the rows of up.
@@ -32,6 +32,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
+from qtool.calibration.outliers import median, to_median
 from qtool.calibration.precision import products, stack, tensor_cores
 from qtool.calibration.rounding.rounded import arranged
 from qtool.calibration.stacking import (
@@ -41,6 +42,7 @@ from qtool.calibration.stacking import (
     stacked_weights,
 )
 from qtool.calibration.statistics import Inputs, collect, own_subset
+from qtool.calibration.transforms.balance import balancing_factors, channels_apart
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head, require_groups
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
@@ -51,11 +53,6 @@ from qtool.schemes.base import Scheme
 Stack = tuple[Scheme, Tensor, bool]
 #: calibration tokens from which the statistics of inputs are taken; more change little
 MOST_TOKENS = 1 << 16
-#: ``balance`` chooses apart the factors of channels above so many times the median of their largest
-#: inputs, and lets no token count more than one with so many times the median energy of outputs
-UNLIKE = 16
-#: steps of their exponent alpha from 0 to 1, where beta is 1 - alpha
-BALANCES = 8
 
 
 @dataclass(kw_only=True)
@@ -219,7 +216,7 @@ def smooth_factors(
         grid: pairs of exponents ``[C, 2]`` float64; None means ``exponent_grid(5)``. A single pair
             is used even if no smoothing is better.
         balance: first choose the factors of channels that are far larger in the inputs than others,
-            by the same error, among :func:`balancing_factors`.
+            by the same error, among :func:`.balance.balancing_factors`.
 
     Returns:
         ``lambda`` and ``[4]`` float64: alpha, beta, the mean squared error of the outputs with
@@ -288,10 +285,10 @@ def best_factors(
         balance: as for :func:`smooth_factors`.
     """
     start = torch.ones_like(x_amax)
-    if balance and (alone := x_amax > UNLIKE * _median(x_amax)).any():
-        starts = torch.where(alone, balancing_factors(x_amax, w_amax), 1.0)
+    if balance and (apart := channels_apart(x_amax)).any():
+        starts = torch.where(apart, balancing_factors(x_amax, w_amax), 1.0)
         start = _of_least(starts, output_errors(stacks(), x, tokens, starts, balance))
-        x_amax, w_amax = (torch.where(alone, _median(amax), amax) for amax in (x_amax, w_amax))
+        x_amax, w_amax = (torch.where(apart, median(amax), amax) for amax in (x_amax, w_amax))
     grid = grid.to(x.device, non_blocking=True)
     pairs = grid.to(x_amax.dtype)[:, None]
     factors = start * smoothing_factor(x_amax, w_amax, pairs[..., :1], pairs[..., 1:])  # [C, E, K]
@@ -320,8 +317,9 @@ def output_errors(
     for scheme, weight, rotated in stacks:
         seen, target = x, products(x, weight.mT)
         if balance:
-            shares = token_shares(target, tokens)
-            seen, target = x * shares, target * shares
+            sizes = torch.linalg.vector_norm(target, dim=2).view(len(x), -1, x.shape[1])
+            share = to_median(torch.linalg.vector_norm(sizes, dim=1), counts=tokens)[..., None]
+            seen, target = x * share, target.mul_(share)
         with tensor_cores():
             for number in ranks.local_items(range(len(candidates))):
                 factor = candidates[number]
@@ -329,21 +327,6 @@ def output_errors(
         outputs += target.shape[0] * target.shape[2] // len(x)
     ranks.all_reduce(errors)  # each sum is a number plus zeros, hence exact
     return errors / (outputs * torch.tensor(tokens).to(x.device, non_blocking=True))
-
-
-def token_shares(outputs: Tensor, tokens: Sequence[int]) -> Tensor:
-    """What of each token counts ``[E, T, 1]``: less than 1 for those of massive outputs.
-
-    The next norm divides by a massive output, so that its error matters less. Energies above
-    ``UNLIKE`` times the median of the ``tokens`` of a group count as so many times the median.
-    ``outputs`` are ``[S, T, N]`` as in :func:`best_factors`, with zeros after a group's tokens.
-    """
-    energy = outputs.square().mean(-1).view(len(tokens), -1, outputs.shape[1]).mean(1)
-    middle = outputs.shape[1] - 1 - torch.tensor(tokens) // 2  # after the zeros
-    place = middle[:, None].to(outputs.device, non_blocking=True)
-    most = UNLIKE * energy.sort(-1).values.gather(1, place)
-    shares = torch.where((energy > most) & (most > 0), most / energy, 1.0)
-    return shares.sqrt()[..., None]
 
 
 def _of_least(candidates: Tensor, errors: Tensor) -> Tensor:
@@ -368,23 +351,6 @@ def smoothing_factor(
     mean = (torch.where(alive, factor.log(), 0.0).sum(-1, keepdim=True) / count).exp()
     found = torch.where(alive, factor, mean) / (largest * least).sqrt()
     return torch.where(count > 0, found, 1.0).clamp(1e-4, 1e4)
-
-
-def balancing_factors(x_amax: Tensor, w_amax: Tensor) -> Tensor:
-    """Factors ``[C, ..., K]``, at least 1, of channels that differ from others in X, in W, or both.
-
-    With ``x`` and ``w`` in medians of all channels they are ``x^alpha / w^(1 - alpha)``: from one
-    that leaves a small channel of W at the median to one that leaves the channel of X there.
-    """
-    x, w = (amax / _median(amax) for amax in (x_amax, w_amax))
-    alpha = torch.arange(BALANCES + 1, device=x.device) / BALANCES
-    factors = torch.stack([x**one / w ** (1 - one) for one in alpha])
-    return torch.where(factors.isfinite(), factors, 1.0).clamp(1, 1e4)
-
-
-def _median(amax: Tensor) -> Tensor:
-    """The median ``[..., 1]`` of each row, by a sort, which is deterministic on a GPU too."""
-    return amax.sort(-1).values[..., amax.shape[-1] // 2, None]
 
 
 def output_error(

@@ -19,7 +19,7 @@ from qtool.calibration.rounding.gptq.factor import Factor
 from qtool.calibration.rounding.gptq.gptq import Problem, prepare
 from qtool.calibration.rounding.gptq.gptq import solve as solve_problems
 from qtool.calibration.rounding.gptq.hessian import Hessian, relative_error
-from qtool.calibration.rounding.gptq.residual_stream import share_of_tokens
+from qtool.calibration.rounding.gptq.residual_stream import size_of_tokens
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.scales import float_scale
@@ -296,11 +296,10 @@ def test_a_massive_token_counts_as_a_large_one_where_the_stream_is_written_to(
 def test_what_is_written_makes_a_token_massive() -> None:
     """Also where the stream was as others are before, as in the block that makes it so."""
     stream, x, columns = torch.ones(5, 8), torch.zeros(5, 16), torch.ones(16)
-    assert (share_of_tokens(stream, x, columns, 16) == 1).all()
+    assert (size_of_tokens(stream, x, columns) == 8**0.5).all()
     x[2, 7] = 1000
-    share = share_of_tokens(stream, x, columns, 16)[:, 0]
-    assert share.tolist() == [1, 1, pytest.approx(8**0.5 / 1000, rel=1e-3), 1, 1]
-    assert (share_of_tokens(stream, x, columns * 1e-3, 16) == 1).all()
+    sizes = size_of_tokens(stream, x, columns / 2)
+    assert sizes.tolist() == pytest.approx([8**0.5] * 2 + [500] + [8**0.5] * 2, rel=1e-4)
 
 
 @pytest.mark.parametrize("kept", [0, memory.MOST_INPUT_BYTES], ids=["looked at again", "kept"])

@@ -9,15 +9,14 @@ from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.statistics import collect
 from qtool.calibration.transforms import smooth
+from qtool.calibration.transforms.balance import balancing_factors
 from qtool.calibration.transforms.norm_fusion import NormFusion
 from qtool.calibration.transforms.rotate import Rotate
 from qtool.calibration.transforms.smooth import (
     Smooth,
-    balancing_factors,
     search,
     smooth_factors,
     smoothing_factor,
-    token_shares,
 )
 from qtool.errors import QtoolError
 from qtool.models.parts import Fold
@@ -208,17 +207,6 @@ def test_a_massive_activation_costs_other_tokens_little():
 
     _, (*_, alone) = smooth_factors([weight], x[1:], [scheme])
     assert of_others(balance=True) < 1.5 * alone < of_others(balance=False)
-
-
-def test_a_token_counts_as_much_as_its_outputs_up_to_a_limit():
-    outputs = torch.ones(2, 8, 3)
-    outputs[0, 2] = 100  # of eight tokens
-    outputs[1, 0], outputs[1, 5:] = 3, 0  # of five
-    found = token_shares(outputs, [8, 5])
-    assert found[0, :, 0].tolist() == [1, 1, pytest.approx(0.04), 1, 1, 1, 1, 1]
-    assert (found[1] == 1).all() and (token_shares(torch.zeros(1, 4, 3), [4]) == 1).all()
-    together = token_shares(torch.stack([outputs[0], outputs[0]]), [8])
-    assert torch.equal(together[0], found[0])
 
 
 def test_factors_of_a_balanced_channel_go_from_the_median_of_w_to_that_of_x():

@@ -45,6 +45,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from qtool.calibration.outliers import LARGEST
 from qtool.calibration.precision import ROWS, product, stack
 from qtool.calibration.rounding.gptq.clip_search import fit_groups
 from qtool.calibration.rounding.gptq.columns import PANEL, sweep
@@ -82,7 +83,8 @@ class GptqOptions:
             errors of activations do not, and fitting them adds noise.
         rounds: of least-squares scales and coordinate descent after the GPTQ pass.
         largest_token: for linears that write to the residual stream, a token larger in it than so
-            many times the median counts as the median; 0: all as they are.
+            many times the median counts as the median (:mod:`qtool.calibration.outliers`); 0: all
+            as they are.
         output_hessian: let the rows of a weight make up for each other's errors, by how the model's
             logits depend on the linear's outputs (:mod:`.output_hessian`, :mod:`.rows`). Models
             with routed experts, and linears of one input that have more than 8192 rows together,
@@ -97,7 +99,7 @@ class GptqOptions:
     residual: float = 0.5
     stream: float = 1.0
     rounds: int = 2
-    largest_token: float = 16.0
+    largest_token: float = LARGEST
     output_hessian: bool = True
 
     def clip_ratios(self, scheme: Scheme) -> list[float]:

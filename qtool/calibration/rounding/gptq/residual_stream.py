@@ -27,23 +27,14 @@ def norms_of_writers(family: Family, name: str) -> list[str]:
     return []
 
 
-def share_of_tokens(stream: Tensor, x: Tensor, columns: Tensor, largest: float) -> Tensor:
-    """The factor ``[M, 1]`` of each token in the moments of a linear that writes to the stream.
-
-    The norms that read the residual stream divide a token by its size in the stream, and its error
-    with it. Counted as it is, a token with a massive activation (Sun et al., 2024, arXiv
-    2402.17762) would outweigh all others.
+def size_of_tokens(stream: Tensor, x: Tensor, columns: Tensor) -> Tensor:
+    """The size ``[M]`` float32 of each token in the stream after a linear wrote to it, estimated.
 
     Args:
         stream: ``[M, H]``, before the linear writes to it.
         x: the linear's inputs ``[M, K]``.
         columns: norms ``[K]`` of the columns of its weight. They give the size of what is written,
             as if the inputs were uncorrelated.
-        largest: a token up to so many times as large as the median has factor 1; a larger one is
-            scaled to the median.
     """
     parts = (stream, x * columns.to(x.dtype))
-    sizes = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts]
-    size = torch.hypot(*sizes)
-    median = size.sort().values[len(size) // 2]
-    return torch.where(size > largest * median, median / size, 1.0)[:, None]
+    return torch.hypot(*(torch.linalg.vector_norm(t, dim=1, dtype=torch.float32) for t in parts))

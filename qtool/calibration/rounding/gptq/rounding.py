@@ -21,6 +21,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import Observer, Reference, by_place, inputs_of, observe
 from qtool.calibration.method import Rounding
+from qtool.calibration.outliers import to_median
 from qtool.calibration.precision import ROWS
 from qtool.calibration.rounding.gptq import cost
 from qtool.calibration.rounding.gptq.gptq import GptqOptions, Problem, Solution, solve
@@ -31,7 +32,7 @@ from qtool.calibration.rounding.gptq.memory import (
     problems_at_once,
 )
 from qtool.calibration.rounding.gptq.output_hessian import output_hessians
-from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers, share_of_tokens
+from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers, size_of_tokens
 from qtool.calibration.rounding.gptq.rows import MOST_ROWS
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
@@ -198,7 +199,8 @@ class Gptq(GptqOptions, Rounding):
                 lacking = (floats[-1] - streams[-1]) / multiplier if first else None
                 share = None
                 if columns is not None:
-                    share = share_of_tokens(streams[-1], x, columns, self.largest_token)
+                    sizes = size_of_tokens(streams[-1], x, columns)
+                    share = to_median(sizes, self.largest_token)[:, None]
                 x = scheme.fake_activation(x, params)
                 hessian.add(x, floats[0] if floats else None, lacking, share)
             hessian.step()
