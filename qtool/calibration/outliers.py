@@ -6,8 +6,6 @@ others, but its error would outweigh theirs if it counted as it is. Here it coun
 median size. Massive activations: Sun et al., 2024, arXiv 2402.17762.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -15,29 +13,21 @@ from torch import Tensor
 LARGEST = 16.0
 
 
-def to_median(
-    sizes: Tensor, largest: float = LARGEST, counts: Sequence[int] | None = None
-) -> Tensor:
+def to_median(sizes: Tensor, largest: float = LARGEST) -> Tensor:
     """The factor ``[..., M]`` of each of M rows: median / size for outliers, 1 for the others.
 
-    Args:
-        sizes: ``[..., M]``, at least 0.
-        largest: rows above so many times the median are outliers.
-        counts: as for :func:`median`.
+    ``sizes [..., M]`` are at least 0; rows above ``largest`` times the median are outliers.
     """
-    middle = median(sizes, counts)
-    return torch.where((sizes > largest * middle) & (middle > 0), middle / sizes, 1.0)
+    middle = median(sizes)
+    return torch.where(sizes > largest * middle, middle / sizes, 1.0)
 
 
-def median(sizes: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-    """The median ``[..., 1]``, by a sort, which is deterministic on a GPU too.
+def median(sizes: Tensor) -> Tensor:
+    """The median ``[..., 1]`` of those of ``sizes [..., M]`` that are above 0; 0 if none is.
 
-    ``counts`` has the number of rows of each of E experts, whose ``sizes [E, M]`` hold zeros behind
-    them; without it, all M count.
+    Zeros are dead channels, or stand behind the tokens of an expert that sees fewer than others. It
+    is found by a sort, which is deterministic on a GPU too.
     """
     most = sizes.shape[-1]
-    ordered = sizes.sort(-1).values
-    if counts is None:
-        return ordered[..., most // 2, None]
-    middle = torch.tensor([most - count + count // 2 for count in counts])
-    return ordered.gather(-1, middle[:, None].to(sizes.device, non_blocking=True))
+    count = (sizes > 0).sum(-1, keepdim=True)
+    return sizes.sort(-1).values.gather(-1, (most - count + count // 2).clamp(max=most - 1))

@@ -58,12 +58,12 @@ def plan_blocks(
 
 
 def outlier_channels(amax: Tensor, ratio: float = OUTLIER_RATIO) -> Tensor:
-    """Mask ``[K]`` of the channels whose maximum exceeds ``ratio`` times the median channel's."""
+    """Mask ``[K]`` of the channels whose maximum exceeds ``ratio`` times the live ones' median."""
     if len(amax) % BLOCK or not len(amax):
         raise QtoolError(f"w4ax-fmpq: {len(amax)} input channels are not divisible by {BLOCK}")
     if not torch.isfinite(amax).all():
         raise QtoolError("w4ax-fmpq: the activation statistics hold NaN or Inf")
-    return amax > ratio * amax.float().median()
+    return amax > ratio * amax[amax > 0].float().median()
 
 
 def gather_outliers(amax: Tensor, outliers: Tensor) -> Tensor:

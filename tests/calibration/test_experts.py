@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 import qtool
+from qtool.calibration import forwards
 from qtool.calibration.expert_tokens import NOTE, add_tokens
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.rounding.gptq import memory
 from qtool.calibration.rounding.gptq import rounding as gptq_rounding
+from qtool.calibration.rounding.gptq.hessian import Hessian
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.stacking import by_role
@@ -123,6 +125,30 @@ def test_experts_together_get_the_codes_of_each_alone(name, blocks, monkeypatch)
             assert all(
                 torch.equal(t, other[linear].params[key]) for key, t in rounded.params.items()
             )
+
+
+def test_experts_moments_are_added_when_the_forward_is_over(blocks, monkeypatch):
+    """If the memory runs out in a forward, it is run again in halves: no token is added twice."""
+    running, added = [], []
+    forward, add = forwards._forward, Hessian.add
+
+    def watched(*args, **kwargs):
+        running.append(True)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            running.pop()
+
+    def counted(self, *args):
+        added.append(bool(running))
+        add(self, *args)
+
+    monkeypatch.setattr(forwards, "_forward", watched)
+    monkeypatch.setattr(Hessian, "add", counted)
+    block, batches = blocks(make_model(CONFIGS["mixtral"]))[0]
+    groups = [group for group in block.family.groups if group.routed]
+    Gptq().moments_of_experts(block, batches, [list(group.linears) for group in groups])
+    assert len(added) >= len(groups) and not any(added)
 
 
 @torch.no_grad()

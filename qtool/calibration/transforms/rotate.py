@@ -8,8 +8,9 @@ learned from these:
     values            v <- v P:   W_v <- P^T W_v, b_v <- b_v P    (a head's rows)
                                   W_o <- W_o P                    (its columns)
 
-Before, each value channel is scaled so that its row of W_v and its column of W_o have the same mean
-square (:func:`.value_heads.balance`), which the papers do not do.
+Before, each value channel is scaled so that its row of W_v has the mean square of its column of
+W_o, of the largest one if several query heads read it (:func:`.value_heads.balance`), which the
+papers do not do.
 
 All of it is folded offline; nothing is added at run time. RMSNorm (its weight fused before)
 commutes with any rotation. LayerNorm commutes with a rotation that keeps the all-ones vector, since

@@ -53,6 +53,8 @@ from qtool.schemes.base import Scheme
 Stack = tuple[Scheme, Tensor, bool]
 #: calibration tokens from which the statistics of inputs are taken; more change little
 MOST_TOKENS = 1 << 16
+#: with ``balance``, a token whose outputs are above so many times the median counts as the median
+LARGEST_OUTPUT = 4.0
 
 
 @dataclass(kw_only=True)
@@ -170,14 +172,14 @@ def search(
     stacks: list[Sequence[str]] = [[group.linears[0] for group in groups]]
     if len(groups) == 1:
         stacks = list(searched_in_turn(block, groups[0].linears, x.shape[1]))
+    quantized = [some for some in stacks if some[0] in block.schemes]
     largest = [
         stacked_weights(block, some).abs().amax(1).view(len(x), -1, x.shape[2]).amax(1)
-        for some in stacks
+        for some in quantized
     ]
     w_amax = torch.stack(largest).amax(0)
     if groups[0].fold is Fold.HEADS:
         x_amax, w_amax = (per_kv_head(amax[0], block.heads)[None] for amax in (x_amax, w_amax))
-    quantized = [some for some in stacks if some[0] in block.schemes]
     return best_factors(
         lambda: (
             (block.schemes[some[0]], stacked_weights(block, some), some[0] in block.to_rotate)
@@ -220,7 +222,8 @@ def smooth_factors(
 
     Returns:
         ``lambda`` and ``[4]`` float64: alpha, beta, the mean squared error of the outputs with
-        ``X / lambda`` and ``W lambda`` quantized, and the error without smoothing.
+        ``X / lambda`` and ``W lambda`` quantized, and the error without smoothing. With ``balance``
+        the exponents are those of the other channels.
 
     Raises:
         QtoolError: other shapes, no scheme for a weight, or NaN or Inf.
@@ -284,22 +287,23 @@ def best_factors(
         grid: pairs of exponents ``[C, 2]``.
         balance: as for :func:`smooth_factors`.
     """
-    start = torch.ones_like(x_amax)
+    starts = torch.ones_like(x_amax)[None]  # without smoothing, and with balanced channels alone
     if balance and (apart := channels_apart(x_amax)).any():
-        starts = torch.where(apart, balancing_factors(x_amax, w_amax), 1.0)
-        start = _of_least(starts, output_errors(stacks(), x, tokens, starts, balance))
+        balanced = torch.where(apart, balancing_factors(x_amax, w_amax), 1.0)
+        errors = output_errors(stacks(), x, tokens, balanced, balance)
+        starts = torch.cat([starts, _of_least(balanced, errors)[None]])
         x_amax, w_amax = (torch.where(apart, median(amax), amax) for amax in (x_amax, w_amax))
     grid = grid.to(x.device, non_blocking=True)
     pairs = grid.to(x_amax.dtype)[:, None]
-    factors = start * smoothing_factor(x_amax, w_amax, pairs[..., :1], pairs[..., 1:])  # [C, E, K]
-    errors = output_errors(stacks(), x, tokens, torch.cat([start[None], factors]), balance)
-    unsmoothed, errors = errors[0], errors[1:]
-    best = errors.amin(0)
-    better = (best < unsmoothed) | (len(grid) == 1)
-    choice = torch.where(better[:, None], grid[errors.argmin(0)], 0.0)
-    found = torch.stack([torch.where(better, best, unsmoothed), unsmoothed], 1)
-    factor = torch.where(better[:, None], _of_least(factors, errors), start)
-    return factor, torch.cat([choice, found], 1)
+    factors = smoothing_factor(x_amax, w_amax, pairs[..., :1], pairs[..., 1:])  # [C, E, K]
+    candidates = torch.cat([starts, starts[-1] * factors])
+    errors = output_errors(stacks(), x, tokens, candidates, balance)
+    unsmoothed = errors[0]
+    exponents = torch.cat([torch.zeros_like(grid[: len(starts)]), grid])
+    if len(grid) == 1:
+        candidates, errors, exponents = candidates[-1:], errors[-1:], grid
+    values = exponents[errors.argmin(0)], errors.amin(0)[:, None], unsmoothed[:, None]
+    return _of_least(candidates, errors), torch.cat(values, 1)
 
 
 def output_errors(
@@ -318,7 +322,7 @@ def output_errors(
         seen, target = x, products(x, weight.mT)
         if balance:
             sizes = torch.linalg.vector_norm(target, dim=2).view(len(x), -1, x.shape[1])
-            share = to_median(torch.linalg.vector_norm(sizes, dim=1), counts=tokens)[..., None]
+            share = to_median(torch.linalg.vector_norm(sizes, dim=1), LARGEST_OUTPUT)[..., None]
             seen, target = x * share, target.mul_(share)
         with tensor_cores():
             for number in ranks.local_items(range(len(candidates))):

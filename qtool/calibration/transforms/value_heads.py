@@ -66,6 +66,7 @@ def rotation_of(block: Block, batches: Sequence[Batch], steps: int) -> Hadamard 
 def balance(block: Block) -> None:
     """Make each value channel as large in v's rows as in o's columns, in place.
 
+    If several query heads read the channel, the largest of their columns counts.
     A channel that is large in v and small in o would dominate the others once the rotation mixes
     them. A channel of zeros in v or o gets the geometric mean of the other factors; with a factor
     of 1 it would stay large where the others become small.

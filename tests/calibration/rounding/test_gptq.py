@@ -293,6 +293,14 @@ def test_a_massive_token_counts_as_a_large_one_where_the_stream_is_written_to(
     torch.testing.assert_close(found, 2 * read.T @ read)
 
 
+def test_a_group_that_was_never_active_is_clipped_as_any_other() -> None:
+    scheme, weight = get("w4a8-qoq-g128"), torch.randn(24, 256)
+    dead, ratios = torch.ones(256), [1.4, 1.2, 1.0, 0.8]
+    dead[:128] = 0
+    found, alive = (fit_groups(scheme, weight, h, ratios) for h in (dead, torch.ones(256)))
+    assert all(torch.equal(tensor, alive[name]) for name, tensor in found.items())
+
+
 def test_what_is_written_makes_a_token_massive() -> None:
     """Also where the stream was as others are before, as in the block that makes it so."""
     stream, x, columns = torch.ones(5, 8), torch.zeros(5, 16), torch.ones(16)

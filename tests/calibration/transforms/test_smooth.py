@@ -22,6 +22,7 @@ from qtool.errors import QtoolError
 from qtool.models.parts import Fold
 from qtool.schemes import get
 from qtool.schemes.arithmetic.online_hadamard import rotate
+from tests.calibration.conftest import CONFIGS, make_model
 
 
 def test_logits_stay(any_model, transformed, logits):
@@ -191,6 +192,40 @@ def test_channels_scaled_against_their_columns_leave_the_others_their_factors():
     others = scale == 1
     ratio = (found / plain)[others]
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=0.1, atol=0)
+
+
+def test_the_error_before_is_that_of_no_factor_at_all():
+    random = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(48, 64, generator=random), torch.randn(96, 64, generator=random)
+    x[:, 5] = 100
+    none = torch.zeros(1, 2, dtype=torch.float64)
+    factor, (*_, unsmoothed, same) = smooth_factors([weight], x, [get("w8a8")], grid=none)
+    assert (factor == 1).all() and unsmoothed == same
+    *_, error, before = smooth_factors([weight], x, [get("w8a8")], balance=True)[1]
+    torch.testing.assert_close(before, unsmoothed)
+    assert error < before / 10
+
+
+def test_dead_channels_do_not_make_all_others_large():
+    random = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(48, 64, generator=random), torch.randn(96, 64, generator=random)
+    x[:, 10:50] = 0  # as behind a ReLU
+    x[:, 5] *= 100
+    (*_, plain, before), (*_, balanced, _) = (
+        smooth_factors([weight], x, [get("w8a8")], balance=balance)[1] for balance in (False, True)
+    )
+    assert balanced < 1.1 * plain < before / 10
+
+
+def test_readers_in_16_bits_set_no_factor(blocks):
+    found = []
+    for size in (1, 1024):
+        model = make_model(CONFIGS["qwen3-moe"])
+        model.model.layers[0].mlp.gate.weight.data *= size  # sends tokens to the same experts
+        block, batches = blocks(model, get("w8a8"))[0]
+        Smooth(groups=("norm",), alpha=0.5).apply(block, batches)
+        found.append(block.weight("post_attention_layernorm").clone())
+    assert torch.equal(*found)
 
 
 def test_a_massive_activation_costs_other_tokens_little():

@@ -44,6 +44,8 @@ def fit_groups(
     low, high = scheme.range(weight, finite=True)
     groups = scheme.groups(weight)  # [E N, G, g]
     importance = scheme.groups(importance.view(-1, weight.shape[1]))  # [E, G, g]
+    # a group of channels that were never active is rounded to nearest, as in Factor
+    importance = torch.where(importance.sum(-1, keepdim=True) > 0, importance, 1.0)
     error_of, many = group_error, 1
     if group_error_triton.runs_on(weight):
         error_of, many = group_error_triton.group_error, max(1, AT_ONCE // low.numel())

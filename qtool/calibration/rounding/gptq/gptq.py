@@ -83,8 +83,8 @@ class GptqOptions:
             errors of activations do not, and fitting them adds noise.
         rounds: of least-squares scales and coordinate descent after the GPTQ pass.
         largest_token: for linears that write to the residual stream, a token larger in it than so
-            many times the median counts as the median (:mod:`qtool.calibration.outliers`); 0: all
-            as they are.
+            many times the median of its batch counts as the median
+            (:mod:`qtool.calibration.outliers`); 0: all as they are.
         output_hessian: let the rows of a weight make up for each other's errors, by how the model's
             logits depend on the linear's outputs (:mod:`.output_hessian`, :mod:`.rows`). Models
             with routed experts, and linears of one input that have more than 8192 rows together,

@@ -13,9 +13,9 @@ def norms_of_writers(family: Family, name: str) -> list[str]:
     """The norms before each linear that writes to the residual stream, up to linear ``name``.
 
     The input of such a norm is the stream before the linear writes to it. The list is empty unless
-    ``name`` writes to the stream, and its output is added as it is or times one number. Routed
-    experts are left out: they do not make up for the error of the stream, so a shared expert behind
-    them does.
+    ``name`` writes to the stream, and its output is added as it is or times one number; a gate for
+    each token, as of Qwen2-MoE's shared expert, counts as 1. Routed experts are left out: they do
+    not make up for the error of the stream, so a shared expert behind them does.
     """
     norms: list[str] = []
     norm = ""

@@ -11,7 +11,7 @@ Legend: N output channels, K input channels.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -184,9 +184,7 @@ class Gptq(GptqOptions, Rounding):
         norms = norms_of_writers(block.family, name)
         compared_norms = norms if reference and self.stream else []
         multiplier = block.family.group_of(name).multiplier
-        columns = None
-        if norms and self.largest_token:
-            columns = multiplier * block.weight(name).norm(dim=0)
+        columns = multiplier * block.weight(name).norm(dim=0)
         hessian = Hessian(k, block.device, reference is not None, n if compared_norms else 0)
         if reference and name == compared(block)[-1]:
             reference.last_look()
@@ -198,7 +196,7 @@ class Gptq(GptqOptions, Rounding):
                 first = compared_norms and not any(map(streams[-1].equal, streams[:-1]))
                 lacking = (floats[-1] - streams[-1]) / multiplier if first else None
                 share = None
-                if columns is not None:
+                if norms and self.largest_token:
                     sizes = size_of_tokens(streams[-1], x, columns)
                     share = to_median(sizes, self.largest_token)[:, None]
                 x = scheme.fake_activation(x, params)
@@ -217,13 +215,18 @@ class Gptq(GptqOptions, Rounding):
         hessians = {
             names[0]: Hessian(block.weight(names[0]).shape[1], block.device) for names in inputs
         }
-        observers = {
-            place: moments_observer(block, names, hessians)
+        adders = {
+            place: moments_adder(block, names, hessians)
             for place, names in by_place(block, hessians).items()
         }
         for batch in turns:
             if batch is not None:
-                observe(block, [batch], observers)
+                # added after the forward: if the memory runs out in it, it is run again in halves
+                seen: dict[str, list[tuple[Any, ...]]] = {place: [] for place in adders}
+                observe(block, [batch], {place: keeper(parts) for place, parts in seen.items()})
+                for place, add in adders.items():
+                    while seen[place]:
+                        add(*seen[place].pop(0))
             for hessian in hessians.values():
                 hessian.step()
         return {name: hessian.complete() for name, hessian in hessians.items()}
@@ -283,7 +286,12 @@ def compared(block: Block) -> list[str]:
     return [*dict.fromkeys(norms), *linears]
 
 
-def moments_observer(
+def keeper(parts: list[tuple[Any, ...]]) -> Observer:
+    """Appends what it observes to ``parts``."""
+    return lambda *inputs: parts.append(inputs)
+
+
+def moments_adder(
     block: Block, names: Mapping[int, str], hessians: Mapping[str, Hessian]
 ) -> Observer:
     """Adds inputs to ``hessians``; ``names`` has the linear of each expert's number."""
