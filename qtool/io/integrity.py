@@ -21,6 +21,8 @@ TOKENIZER = (
     *("tokenizer.*", "added_tokens.json", "vocab*", "merges.txt"),
     *("*.model", "*.tiktoken", "tekken.json"),
 )
+#: fields of qtool.json that are objects
+OBJECTS = "source", "recipe", "calibration", "job", "shards", "tokenizer", "dtype", "versions"
 CHANGED = "the file's sha256 is not the one recorded when it was written"
 UNREADABLE = "missing or damaged: the shards' hashes cannot be checked"
 
@@ -43,6 +45,8 @@ def require_intact(directory: Path) -> None:
 def read_record(directory: Path) -> dict[str, Any]:
     """The content of the qtool.json in ``directory``; empty if it is missing or damaged.
 
+    It is damaged, too, if a field that it has is not of the field's kind.
+
     Raises:
         QtoolError: it is a pipe or a device.
     """
@@ -51,7 +55,17 @@ def read_record(directory: Path) -> dict[str, Any]:
         found = json.loads((directory / RECORD).read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if _is_record(found) else {}
+
+
+def _is_record(found: Any) -> bool:
+    """Whether ``found`` is an object in which the fields that others read into are whole."""
+    if not isinstance(found, dict):
+        return False
+    blocks = found.get("blocks", [])
+    objects = [found[key] for key in OBJECTS if key in found]
+    objects += blocks if isinstance(blocks, list) else [blocks]
+    return all(isinstance(value, dict) for value in objects)
 
 
 def recorded_hashes(directory: Path, kind: str = "shards") -> dict[str, str]:

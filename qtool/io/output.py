@@ -125,6 +125,7 @@ class Output:
         """Make or take over the directory, lock it and find its complete shards."""
         directory = self.directory
         require_new(directory)
+        self._require_own()
         if self.partial.exists() and not resume:
             self._remove_refused()
         self.made = [parent for parent in directory.parents if not parent.exists()]
@@ -142,6 +143,16 @@ class Output:
         for shard in range(1, self.shards + 1):
             if record := self._intact(self.path(shard), self._record_path(shard)):
                 self.records[shard] = record
+
+    def _require_own(self) -> None:
+        """Refuse an OUT.partial that no run made: what lies there would become the result."""
+        partial = self.partial
+        others = partial.is_dir() and any(partial.iterdir()) and not (partial / RUN).is_dir()
+        if partial.is_symlink() or partial.is_mount() or others:
+            raise QtoolError(
+                f"{partial} is not of an unfinished run, and the result would be made there; move "
+                "it or choose another --out"
+            )
 
     def _remove_refused(self) -> None:
         """Remove the files of a refused run; those of an unfinished run are kept."""
@@ -168,8 +179,9 @@ class Output:
                 before = None  # it is damaged, but each shard's record names its job
             for key, value in self.identity.items() if isinstance(before, dict) else ():
                 if before.get(key) != value:
+                    since = ", or its files were written since" * (key == "source model")
                     raise QtoolError(
-                        f"{self.partial} was started with another {key} "
+                        f"{self.partial} was started with another {key}{since} "
                         f"({difference(before.get(key), value)}); remove it or run as before"
                     )
         write_json(path, self.identity)

@@ -117,10 +117,9 @@ class Checkpoint:
         return (name for name in self.entries if name.startswith(prefix + "."))
 
     def fingerprint(self) -> str:
-        """A hash of the config and of the names, shapes and places of the tensors.
+        """A hash of the config, of the tensors' names, shapes and places, and of the files' times.
 
-        It reads no weights. Together with the files' modification times it detects a changed
-        source.
+        It reads no weights: a file that was written again counts as changed.
         """
         digest = hashlib.sha256(json.dumps(self._config, sort_keys=True).encode())
         if self.adapter:

@@ -29,6 +29,7 @@ from qtool.models.parts import Heads
 from qtool.pipeline.recipe_fit.family_recipe import for_family, for_tied_head
 from qtool.pipeline.recipe_fit.group_fit import for_groups
 from qtool.pipeline.recipe_fit.layer_rules import require_matches, with_unmatched
+from qtool.pipeline.recipe_fit.part_names import for_names
 from qtool.pipeline.recipe_fit.tile_fit import for_shapes
 from qtool.plugins import require_returned
 from qtool.recipes import LayerRule, Recipe, Step
@@ -131,7 +132,7 @@ class Job(Architecture):
             for name in kind.linears()
         }
         require_matches(recipe, family.all_linears(settings), next(iter(shapes)))
-        recipe = with_unmatched(recipe, family.all_linears(settings))
+        recipe = for_names(with_unmatched(recipe, family.all_linears(settings)), first)
         recipe = for_shapes(for_groups(recipe, shapes), shapes)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
         permuted: dict[str, None] = {}  # names in their order, each once

@@ -140,7 +140,10 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
         where: what messages call the recipe.
         variant: one of the recipe's ``variants``; None if it has no variants.
     """
-    data = plain(data)
+    try:
+        data = plain(data)
+    except RecursionError:
+        raise QtoolError(f"{where}: an alias (*) stands inside what it is an alias of") from None
     _require_known(data, KEYS, where)
     chosen: Mapping[str, Any] = data
     if "variants" in data:

@@ -137,9 +137,8 @@ def _is_built_in(report: Report, layers: list[dict[str, Any]]) -> bool:
 
 
 def _agrees(rule: LayerRule, layer: Mapping[str, Any]) -> bool:
-    """Whether ``layer``, which names its layout, is as ``rule`` says, which may name none."""
+    """Whether ``layer`` is as ``rule`` says, which may name no layout, and Llama's names alone."""
     group = (rule.group_size or "channel") if rule.scheme else None
-    same = (rule.match, rule.scheme, group) == tuple(
-        layer.get(key) for key in ("match", "scheme", "group_size")
-    )
-    return same and rule.layout in (None, layer.get("layout"))
+    same = (rule.scheme, group) == (layer.get("scheme"), layer.get("group_size"))
+    named = f"{layer.get('match')}|".startswith(f"{rule.match}|")
+    return same and named and rule.layout in (None, layer.get("layout"))

@@ -41,7 +41,10 @@ def test_every_changed_shard_is_found_and_the_first_is_named(checkpoint: Path) -
 
 
 def test_a_damaged_record_is_a_failed_check(checkpoint: Path) -> None:
-    for content in ("{", "[]", "{}", '{"shards": 3}'):
+    record = json.loads((checkpoint / "qtool.json").read_text())
+    wrong = {"source": "x", "blocks": 5, "recipe": [], "calibration": 5, "job": None, "shards": 3}
+    of_fields = [json.dumps(record | {key: value}) for key, value in wrong.items()]
+    for content in ("{", "[]", "{}", *of_fields, json.dumps(record | {"blocks": [5]})):
         (checkpoint / "qtool.json").write_text(content)
         with pytest.raises(CheckFailed, match=r"qtool.json: missing or damaged"):
             require_intact(checkpoint)

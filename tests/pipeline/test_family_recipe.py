@@ -19,6 +19,7 @@ from qtool.pipeline.quantize import quantize
 from qtool.pipeline.recipe_fit.family_recipe import for_tied_head
 from qtool.runtime.load import load
 from tests.conftest import VARIANTS, MakeModel
+from tests.models.tiny import tiny_config
 
 CALIBRATED = [
     (scheme, v)
@@ -57,6 +58,24 @@ def test_v_and_down_have_small_groups_in_w4a4_mix(family: str, make_model: MakeM
         sizes = {name: job.format.of(job.full(block, name)).group_size for name in kind.linears()}  # type: ignore[union-attr]
         assert down and {name for name, size in sizes.items() if size == 32} == {v, *down}
         assert set(sizes.values()) == {32, None}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "v", "down"),
+    [
+        ("starcoder2", {"hidden_size": 128, "intermediate_size": 256}, "v_proj", "c_proj"),
+        ("gptj", {"n_embd": 128, "n_inner": 256}, "v_proj", "fc_out"),
+        ("gpt2", {"n_embd": 128, "n_inner": 256}, "attn.c_attn", "mlp.c_proj"),
+    ],
+)
+def test_v_and_down_are_found_by_what_they_do(
+    model_type: str, sizes: dict[str, int], v: str, down: str
+) -> None:
+    job = Job.of(tiny_config(model_type, **sizes).to_dict(), recipes.load("w4a4-mix", "best"))
+    formats = {name: job.format.of(job.full(0, name)) for name in job.block_family(0).linears()}
+    small = {name: f.scheme for name, f in formats.items() if f and f.group_size == 32}
+    assert sorted(small.values()) == ["w4a4", "w4a8-lqq"]
+    assert all(name.endswith(down if s == "w4a8-lqq" else v) for name, s in small.items())
 
 
 @pytest.mark.parametrize("scheme", ["w4a4-g128", "w4a4-mix"])

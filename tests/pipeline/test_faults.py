@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import qtool
 from qtool import plugins, recipes
@@ -25,6 +26,7 @@ from qtool.pipeline.planning.memory import activation_bytes, working_bytes
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import activations, streamed_blocks
 from qtool.pipeline.streaming.shards import Shards
+from qtool.pipeline.summary import summarize
 from tests.conftest import MakeModel, save_model
 
 RECIPE: dict[str, Any] = {
@@ -297,6 +299,43 @@ def test_a_changed_source_is_refused(source: Path, tmp_path: Path) -> None:
     os.utime(other / "model.safetensors", ns=(1, 1))
     with pytest.raises(QtoolError, match="started with another source model"):
         run(other, tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize("rounding", ["gptq", "rtn"])
+def test_a_linear_of_zeros_has_no_error(
+    make_model: MakeModel, tmp_path: Path, rounding: str
+) -> None:
+    """As in blocks that were added to a model; rounding to nearest takes any finite weight too."""
+    model, zeros = make_model("llama"), "model.layers.1.mlp.down_proj"
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{zeros}.weight"].zero_()
+    if rounding == "rtn":
+        tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] = 3e38
+    save_file(tensors, path, {"format": "pt"})
+    out = run(model, tmp_path / "out", RECIPE | {"transforms": [], "rounding": rounding})
+    errors = summarize(out, Checkpoint(model), "llama").errors
+    assert errors.pop(zeros) == 0
+    assert len(errors) == 13 and all(0 < error < 1 for error in errors.values())
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_directory_of_the_runs_name_that_no_run_made_is_left_alone(
+    source: Path, tmp_path: Path, resume: bool
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "README.md").write_text("notes")
+    (mine / "a.tmp").write_text("mine")
+    before = files(mine)
+    for make in (lambda path: path.symlink_to(mine), lambda path: mine.rename(path)):
+        make(tmp_path / "out.partial")
+        with pytest.raises(QtoolError, match=r"out.partial is not of an unfinished run"):
+            run(source, tmp_path / "out", resume=resume)
+        assert files(tmp_path / "out.partial") == before
+        if (tmp_path / "out.partial").is_symlink():
+            (tmp_path / "out.partial").unlink()
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_first_difference_is_named() -> None:

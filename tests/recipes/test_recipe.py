@@ -277,3 +277,10 @@ def test_what_is_made_for_export_has_no_rotation_at_run_time(scheme: str, varian
     assert asked.step("online-hadamard") is None
     kept = tuple(step for step in own.transforms if step.name != "online-hadamard")
     assert asked == replace(own, transforms=kept)
+
+
+def test_an_alias_inside_itself_is_refused(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("scheme: x\nlayers: &l\n - *l\n")
+    with pytest.raises(QtoolError, match=r"an alias .* stands inside what it is an alias of"):
+        recipes.load("w4a16", str(path))

@@ -112,7 +112,7 @@ def round_together(
 
 def _squares(x: Tensor) -> Tensor:
     """Sums of squares ``[n]`` float64 of ``x [n, K]``, the same for any number of threads."""
-    return torch.linalg.vector_norm(x, dim=1).double().square()
+    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square()
 
 
 def _rows(clip: ClipRatio, rows: slice) -> ClipRatio:

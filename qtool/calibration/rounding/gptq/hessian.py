@@ -127,8 +127,12 @@ class Hessian:
 
 
 def relative_error(lost: Tensor, power: Tensor) -> Tensor:
-    """``||X (W - V)^T|| / ||X W^T||``, ``[]``, by :meth:`Hessian.power` of ``W - V`` and of W."""
-    return (lost.sum() / power.sum().clamp_min(torch.finfo(torch.float32).tiny)).clamp_min(0).sqrt()
+    """``||X (W - V)^T|| / ||X W^T||``, ``[]``, by :meth:`Hessian.power` of ``W - V`` and of W.
+
+    It is 0 if W gives no output.
+    """
+    whole = power.sum()
+    return torch.where(whole > 0, lost.sum() / whole, 0.0).clamp_min(0).sqrt()
 
 
 def panels(k: int) -> Iterator[tuple[slice, slice]]:

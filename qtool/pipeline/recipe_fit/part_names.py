@@ -1,0 +1,44 @@
+"""Finds the linears of a model that a built-in rule means: other families have other names.
+
+Built-in rules name Llama's linears: ``down_proj`` stands for the linears of every family that read
+what an MLP or an expert made, ``v_proj`` for those that make the values.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from qtool.models import Family
+from qtool.models.parts import Fold
+from qtool.pipeline.recipe_fit.tile_fit import role_pattern
+from qtool.recipes import LayerRule, Recipe
+
+
+def for_names(recipe: Recipe, kinds: Iterable[Family]) -> Recipe:
+    """``recipe`` with rules that also match what the families ``kinds`` of blocks call a part."""
+    if not recipe.built_in:
+        return recipe
+    names = {
+        role: list(dict.fromkeys(name for family in kinds for name in of_family(family)))
+        for role, of_family in (("v_proj", _values), ("down_proj", _downs))
+    }
+
+    def fitted(rule: LayerRule) -> LayerRule:
+        meant = (name for role in rule.roles for name in names.get(role, ()))
+        others = [name for name in meant if not re.search(rule.match, f".{name}")]
+        patterns = dict.fromkeys(role_pattern(f"0.{name}") for name in others)
+        return replace(rule, match="|".join([rule.match, *(rf"\.{p}$" for p in patterns)]))
+
+    return replace(recipe, layers=tuple(map(fitted, recipe.layers)))
+
+
+def _values(family: Family) -> Iterator[str]:
+    """The linear that makes the values, whole if it makes more."""
+    if family.attention is not None:
+        yield from {family.owner(family.attention.v)} & set(family.linears())
+
+
+def _downs(family: Family) -> Iterator[str]:
+    for group in family.groups:
+        if group.fold in (Fold.PRODUCT, Fold.ACTIVATION):
+            yield from group.linears
