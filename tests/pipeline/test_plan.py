@@ -4,6 +4,7 @@ models too.
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.stacking import by_role
 from qtool.calibration.transforms import clip, smooth
 from qtool.calibration.transforms.rotate import Rotate
+from qtool.calibration.transforms.smooth_attention import SmoothAttention
 from qtool.errors import QtoolError
 from qtool.io.run_record import record_path
 from qtool.io.source import Checkpoint
@@ -43,6 +45,7 @@ from qtool.pipeline.planning.memory import DEVICE_SHARE, working_bytes
 from qtool.pipeline.planning.plan import plan
 from qtool.pipeline.planning.plan_text import as_dict, as_text
 from qtool.pipeline.planning.work import block_shape, block_work, work_of
+from qtool.recipes import Step
 from qtool.schemes import get
 from qtool.units import bytes_text, times
 from tests.conftest import VARIANTS, MakeModel
@@ -166,6 +169,47 @@ def test_the_clipping_search_tries_what_is_planned(
     blocks = [block_shape(job, block, 2, 24) for block in range(job.blocks)]
     planned = sum(job.rounding.work(block).rounding_weights - 4 * block.weights for block in blocks)
     assert planned == sum(looked_at)
+
+
+def test_smoothing_tries_the_weights_of_its_groups(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, looked_at = make_model("llama"), []
+    found = replace(GPTQ, transforms=(Step("smooth", {"groups": ["heads", "product"]}),))
+    job = Job.of(Checkpoint(source).config, found)
+    error = smooth.output_error
+
+    def counted_error(x: Any, scheme: Any, weight: torch.Tensor, *others: Any) -> torch.Tensor:
+        looked_at.append(weight.numel())
+        return error(x, scheme, weight, *others)
+
+    monkeypatch.setattr(smooth, "output_error", counted_error)
+    qtool.quantize(source, recipe=found, calibration=torch.arange(48).view(2, 24))
+    blocks = [block_shape(job, block, 2, 24) for block in range(job.blocks)]
+    assert sum(job.transforms[0].work(block).search_weights for block in blocks) == sum(looked_at)
+
+
+@pytest.mark.parametrize("samples", [4, 64])
+def test_keys_are_observed_as_often_as_planned(samples: int, make_model: MakeModel) -> None:
+    source = make_model("llama")
+    transform, plain = SmoothAttention(sequences=16), Job.of(Checkpoint(source).config, GPTQ)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    family, runs = plain.family, [0]
+    batches = first_inputs(
+        model, family, list((torch.arange(samples * 8) % 320).view(samples, 8).split(1))
+    )
+    block = Block(0, model.model.layers[0], family, model.config, {})
+    down = block.get("mlp.down_proj")
+    down.register_forward_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
+    transform.apply(block, batches)
+    shape = block_shape(plain, 0, samples, 8)
+    # queries are observed in front of down
+    few = min(samples, 16) / samples
+    whole = transform.work(shape).forward_flops - few * shape.partial_forward_flops()
+    assert round(whole / shape.forward_flops() * samples) == runs[0]
+    cached = Job.of(Checkpoint(source).config, replace(GPTQ, kv="kv8"))
+    more = block_work(cached, 0, samples, 8).forward_flops
+    assert more == block_work(plain, 0, samples, 8).forward_flops + shape.forward_flops()
 
 
 def test_the_inputs_of_all_experts_cost_one_forward(
@@ -319,19 +363,19 @@ def test_what_learning_keeps_is_planned() -> None:
     for name in ("mixtral-8x22b", "llama-3.1-405b"):
         job, hidden = Job.of(LARGE[name], recipe), LARGE[name]["hidden_size"]
         plain = Job.of(LARGE[name], recipes.parse(DISTILLED | {"rounding": "rtn"}, "rtn"))
-        two, one = (working_bytes(job, tokens, 500, cuda) for tokens in (2000, 1000))
+        two, one = (working_bytes(job, tokens, 500, cuda) for tokens in (101_000, 100_000))
         assert (
             two - one
             == 1000 * hidden * 2
-            > working_bytes(plain, 2000, 500, cuda) - working_bytes(plain, 1000, 500, cuda)
+            > working_bytes(plain, 101_000, 500, cuda) - working_bytes(plain, 100_000, 500, cuda)
             == 0
         )
         seen = sum(
             block_shape(job, 0, 1, 1).share(n) * sum(shape) for n, shape in job.linears(0).items()
         )
-        assert working_bytes(job, 2000, 1000, cuda) > two  # an iteration's windows are longer
+        assert working_bytes(job, 101_000, 1000, cuda) > two  # an iteration's windows are longer
         kept = job.rounding.iteration * 500 * 2 * seen
-        assert one - 1000 * hidden * 2 - working_bytes(plain, 0, 500, cuda) > kept
+        assert one - 100_000 * hidden * 2 - working_bytes(plain, 100_000, 500, cuda) > kept
         assert name == "llama-3.1-405b" or seen < 0.5 * sum(map(sum, job.linears(0).values()))
     shape = block_shape(job, 0, 256, 2048)
     work = job.rounding.work(shape)

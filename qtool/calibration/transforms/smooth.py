@@ -23,6 +23,7 @@ of a kv head) or the rows of up.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import torch
@@ -93,7 +94,7 @@ class Smooth(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        chosen = [group for group in block.family.folds() if group.fold.value in self.groups]
+        chosen = self._groups(block)
         few = own_subset(batches, tokens=MOST_TOKENS)
         inputs = collect(block, few, [group.linears[0] for group in chosen], self.tokens, self.seed)
         judged = [
@@ -124,8 +125,10 @@ class Smooth(Transform):
         return exponent_grid(self.steps)
 
     def work(self, block: BlockShape) -> Work:
+        # the tries that ``balance`` makes where channels are far larger than others are left out
         candidates = len(self.grid()) + 1
-        weights = candidates * block.weights
+        names = {name for group in self._groups(block) for name in group.linears}
+        weights = candidates * sum(prod(block.quantized[n]) for n in names & block.quantized.keys())
         return super().work(block) * min(1.0, MOST_TOKENS / max(1, block.tokens)) + Work(
             search_weights=weights,
             search_flops=2 * self.tokens * weights,
@@ -137,8 +140,10 @@ class Smooth(Transform):
 
     def _searches(self, block: BlockShape) -> list[tuple[int, int]]:
         """Turns and bytes of the search of each group; the groups of experts count as one."""
-        chosen = [group for group in block.family.folds() if group.fold.value in self.groups]
-        return [block.searched(groups, self.tokens) for groups in by_role(chosen)]
+        return [block.searched(groups, self.tokens) for groups in by_role(self._groups(block))]
+
+    def _groups(self, block: Block | BlockShape) -> list[LinearGroup]:
+        return [group for group in block.family.folds() if group.fold.value in self.groups]
 
 
 def groups_in_turn(

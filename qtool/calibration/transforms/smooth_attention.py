@@ -25,6 +25,7 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
+from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import run
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import batch_shapes, count_tokens, maximum, subset
@@ -162,6 +163,13 @@ class SmoothAttention(Transform):
             "error": errors[best],
             "error_unsmoothed": errors["none"],
         }
+
+    def work(self, block: BlockShape) -> Work:
+        few = min(1.0, self.sequences / block.samples)
+        candidates = 1 + len(self.alphas) + bool(self.steps)
+        # the keys of all, the outputs of few exactly and with each candidate, and their queries
+        whole = Work(forward_flops=block.forward_flops()) * (1 + few * (1 + candidates))
+        return whole + super().work(block) * few
 
     def candidates(self, block: Block, keys: Keys, queries: Queries) -> dict[str, KeyTransform]:
         """The transforms to choose from, by their names in the notes."""

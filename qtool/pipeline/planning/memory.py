@@ -24,6 +24,8 @@ CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
 #: tokens of a batch; a longer window is a batch by itself
 BATCH_TOKENS = 4096
+#: bytes in 16 bits that a linear may read at once on a GPU, where larger batches are faster
+WIDEST_INPUT = 1 << 29
 #: a window is continued in equal pieces of about a quarter of its tokens, and of at least so many
 #: and about so many at most: four pieces take a quarter of the steps of the whole window, over a
 #: quarter of its keys and values
@@ -74,16 +76,31 @@ def _working_bytes(job: Job, block: int, tokens: int, window: int, device: torch
     shape = block_shape(job, block, tokens // window, window, itemsize)
     parameters = sum(map(prod, job.block_shapes(block).values()))
     computing = itemsize % 4  # 0 if forwards use the exact weights themselves
-    # for all tokens, or for all pairs of a token and an expert
+    # a few tensors for all tokens, or each once for all pairs of a token and an expert
     widest = max(map(sum, shape.linears.values()))
     experts = [name for name in shape.linears if shape.family.group_of(name).routed]
     paired = sum(shape.share(name) * sum(shape.linears[name]) for name in experts)
-    batch = int(max(BATCH_TOKENS, window) * 3 * max(widest, paired)) * itemsize
+    sequences = batch_sequences(job, window, device, max(1, BATCH_TOKENS // window))
+    at_once = min(tokens, sequences * window)
+    batch = int(at_once * max(3 * widest, paired)) * itemsize
     held = max(
         require_returned(method, "held_bytes", method.held_bytes(shape), int)
         for method in job.methods
     )
     return parameters * computing + batch + job.block_bytes(block) + held
+
+
+def batch_sequences(job: Job, window: int, device: torch.device, given: int) -> int:
+    """Calibration windows in a batch: as many as ``given`` on a CPU, on a GPU what it holds.
+
+    A batch has whole iterations of an optimizer.
+    """
+    iteration = job.rounding.iteration
+    if device.type == "cuda":
+        widest = max(k for block in job.distinct_blocks for _, k in job.linears(block).values())
+        given = max(1, WIDEST_INPUT // (2 * widest * window))
+        given = 1 << (given.bit_length() - 1)
+    return -(-given // iteration) * iteration
 
 
 def host_bytes(job: Job, tokens: int, window: int, device: torch.device, kept_on_host: int) -> int:

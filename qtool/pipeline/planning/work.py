@@ -9,8 +9,10 @@ from math import prod
 
 from qtool.calibration.cost import GRADIENTS, BlockShape, Work
 from qtool.calibration.method import LEARNING_SEQUENCES
+from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
 from qtool.plugins import require_returned
+from qtool.runtime.packed_kv import kv_tensors
 
 
 def block_shape(job: Job, block: int, samples: int, seqlen: int, itemsize: int = 2) -> BlockShape:
@@ -39,6 +41,8 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
         forward_flops=(1 + job.rounding.compares) * shape.forward_flops(),
         packed_weights=2 * shape.weights,
     )
+    if job.needs_data and kv_tensors(job.format.kv, shape.family, Heads.of(shape.config)):
+        work += Work(forward_flops=shape.forward_flops())  # a forward that observes the keys
     if job.balances_experts and job.needs_data:  # a forward that observes the routers
         routed = (g.linears for g in shape.family.groups if g.routed)
         work += Work(forward_flops=shape.forward_flops() - sum(map(shape.linear_flops, routed)))

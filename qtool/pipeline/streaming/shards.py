@@ -31,7 +31,7 @@ from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
 from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.memory import compute_dtype
+from qtool.pipeline.planning.memory import batch_sequences, compute_dtype
 from qtool.pipeline.streaming import embedding_and_head
 from qtool.pipeline.streaming.activations import (
     Activations,
@@ -44,10 +44,6 @@ from qtool.pipeline.streaming.stream_gradients import NoBackward, stream_gradien
 from qtool.pipeline.streaming.streamed_blocks import StreamedBlocks
 from qtool.plugins import require_returned
 from qtool.progress import Progress
-
-#: bytes of a batch's widest 16-bit input of a linear on a GPU; large batches add to Hessians less
-#: often
-WIDEST_INPUT = 1 << 29
 
 
 class Shards:
@@ -147,16 +143,11 @@ class Shards:
 
         The batches are the same for every number of ranks.
         """
-        iteration, cuda = self.job.rounding.iteration, self.device.type == "cuda"
-        if len({ids.shape[1] for ids in tokens}) != 1 or not (cuda or iteration > 1):
+        if len({ids.shape[1] for ids in tokens}) != 1:
             return tokens
-        sequences = len(tokens[0])
-        if cuda:
-            blocks = self.job.distinct_blocks
-            widest = max(k for block in blocks for _, k in self.job.linears(block).values())
-            sequences = max(1, WIDEST_INPUT // (2 * widest * tokens[0].shape[1]))
-            sequences = 1 << (sequences.bit_length() - 1)
-        return torch.cat(list(tokens)).split(-(-sequences // iteration) * iteration)
+        given, window = tokens[0].shape
+        sequences = batch_sequences(self.job, window, self.device, given)
+        return tokens if sequences == given else torch.cat(list(tokens)).split(sequences)
 
     def _blocks(
         self,
