@@ -99,6 +99,13 @@ class Transform(Method):
         """
         return {}
 
+    def learning_bytes(self, block: BlockShape) -> int:
+        """Device bytes at the worst moment of :meth:`learn`, when no activations are kept yet.
+
+        By default those of :meth:`held_bytes`.
+        """
+        return self.held_bytes(block)
+
     def load(self, learned: Mapping[str, Tensor]) -> None:
         """Take what :meth:`learn` found."""
 

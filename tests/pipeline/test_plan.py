@@ -41,7 +41,7 @@ from qtool.models.experts import separate_experts
 from qtool.models.skeleton import skeleton
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.estimate import CPU, H200
-from qtool.pipeline.planning.memory import DEVICE_SHARE, working_bytes
+from qtool.pipeline.planning.memory import DEVICE_SHARE, learning_bytes, working_bytes
 from qtool.pipeline.planning.plan import plan
 from qtool.pipeline.planning.plan_text import as_dict, as_text
 from qtool.pipeline.planning.work import block_shape, block_work, work_of
@@ -187,6 +187,23 @@ def test_smoothing_tries_the_weights_of_its_groups(
     qtool.quantize(source, recipe=found, calibration=torch.arange(48).view(2, 24))
     blocks = [block_shape(job, block, 2, 24) for block in range(job.blocks)]
     assert sum(job.transforms[0].work(block).search_weights for block in blocks) == sum(looked_at)
+
+
+def test_what_a_rotation_learns_from_is_gone_when_activations_are_kept() -> None:
+    """Rows of all layers count in what learning holds, not beside the activations."""
+    cuda, held = torch.device("cuda"), {}
+    for layers in (10, 20):
+        job = Job.of(config_of("llama-2-7b", layers), recipes.load("w4a8-lqq", "best"))
+        planned = plan(job, samples=128, seqlen=2048, device_memory=80e9)
+        working, learning = (
+            working_bytes(job, 128 * 2048, 2048, cuda),
+            learning_bytes(job, 2048, cuda),
+        )
+        held[layers] = working, learning
+        assert planned.device_bytes >= max(working + planned.activation_bytes, learning)
+    assert held[10][0] == held[20][0] and held[10][1] < held[20][1]
+    fast = Job.of(config_of("llama-2-7b"), recipes.load("w4a8-lqq", "paper"))
+    assert learning_bytes(fast, 2048, cuda) == 0
 
 
 @pytest.mark.parametrize("samples", [4, 64])

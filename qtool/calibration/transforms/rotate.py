@@ -145,7 +145,7 @@ class Rotate(Transform):
 
     def work(self, block: BlockShape) -> Work:
         work = Work()
-        if self._learned_bytes(block):
+        if self.learns:
             hidden, layers = block.config.hidden_size, block.config.num_hidden_layers
             steps = self.learn_steps / layers
             seen = replace(block, samples=min(block.samples, LEARNING_SEQUENCES))
@@ -166,13 +166,10 @@ class Rotate(Transform):
 
     def held_bytes(self, block: BlockShape) -> int:
         held = super().held_bytes(block)
-        held += value_heads.learned_bytes(block) if self._heads_learn(block) else 0
-        return max(held, self._learned_bytes(block))
+        return held + (value_heads.learned_bytes(block) if self._heads_learn(block) else 0)
 
-    def _learned_bytes(self, block: BlockShape) -> int:
-        """Bytes of the rows and inputs from which the rotation is learned; 0 without learning."""
-        if not self.learns:
-            return 0
+    def learning_bytes(self, block: BlockShape) -> int:
+        """The exact weights, and the rows and inputs from which the rotation is learned."""
         hidden, layers = block.config.hidden_size, block.config.num_hidden_layers
         readers = [g for g in block.family.folds() if g.reads_residual]
         linears = (n for g in readers for n in g.linears if n in block.quantized)
@@ -180,7 +177,7 @@ class Rotate(Transform):
         rows += 4 * self._pruned_norms(block) * hidden**2 * layers
         norms = len({group.source for group in readers}) * layers
         inputs = 2 * norms * TOKENS * hidden
-        return int((rows + inputs) / max(1, -(-rows // LARGEST)))
+        return block.exact_bytes + int((rows + inputs) / max(1, -(-rows // LARGEST)))
 
     def _pruned_norms(self, block: BlockShape) -> int:
         """The number of norms that are read by pruned weights."""

@@ -5,12 +5,14 @@ term of a sum is the memory that some code holds at its worst moment. Bytes on t
 bytes that torch allocates; its cache may reserve a third more.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from qtool import recipes
+from qtool.calibration.method import LEARNING_SEQUENCES, Method
 from qtool.errors import QtoolError
 from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
@@ -66,28 +68,41 @@ def compute_bytes(job: Job, device: torch.device) -> int:
 
 def working_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int:
     """Bytes on ``device`` without the activations: a block, and the most that a method holds."""
-    blocks = job.distinct_blocks
-    return max(_working_bytes(job, block, tokens, window, device) for block in blocks)
+    return _most_bytes(job, job.methods, "held_bytes", tokens, window, device)
 
 
-def _working_bytes(job: Job, block: int, tokens: int, window: int, device: torch.device) -> int:
-    """Bytes of block ``block``: weights, tensors of a batch and of a method, a packed block."""
-    itemsize = compute_bytes(job, device)
-    shape = block_shape(job, block, tokens // window, window, itemsize)
-    parameters = sum(map(prod, job.block_shapes(block).values()))
-    computing = itemsize % 4  # 0 if forwards use the exact weights themselves
-    # a few tensors for all tokens, or each once for all pairs of a token and an expert
-    widest = max(map(sum, shape.linears.values()))
-    experts = [name for name in shape.linears if shape.family.group_of(name).routed]
-    paired = sum(shape.share(name) * sum(shape.linears[name]) for name in experts)
-    sequences = batch_sequences(job, window, device, max(1, BATCH_TOKENS // window))
-    at_once = min(tokens, sequences * window)
-    batch = int(at_once * max(3 * widest, paired)) * itemsize
-    held = max(
-        require_returned(method, "held_bytes", method.held_bytes(shape), int)
-        for method in job.methods
-    )
-    return parameters * computing + batch + job.block_bytes(block) + held
+def learning_bytes(job: Job, window: int, device: torch.device) -> int:
+    """Bytes on ``device`` while transforms learn, when no activations are kept; 0 if none does."""
+    learning = [method for method in job.transforms if method.learns]
+    tokens = LEARNING_SEQUENCES * window
+    return _most_bytes(job, learning, "learning_bytes", tokens, window, device) if learning else 0
+
+
+def _most_bytes(
+    job: Job, methods: Sequence[Method], counts: str, tokens: int, window: int, device: torch.device
+) -> int:
+    """Bytes of the largest block: weights, tensors of a batch and of a method, a packed block.
+
+    ``counts`` is the name of the function that counts what one of ``methods`` holds.
+    """
+    itemsize, found = compute_bytes(job, device), 0
+    for block in job.distinct_blocks:
+        shape = block_shape(job, block, tokens // window, window, itemsize)
+        parameters = sum(map(prod, job.block_shapes(block).values()))
+        computing = itemsize % 4  # 0 if forwards use the exact weights themselves
+        # a few tensors for all tokens, or each once for all pairs of a token and an expert
+        widest = max(map(sum, shape.linears.values()))
+        experts = [name for name in shape.linears if shape.family.group_of(name).routed]
+        paired = sum(shape.share(name) * sum(shape.linears[name]) for name in experts)
+        sequences = batch_sequences(job, window, device, max(1, BATCH_TOKENS // window))
+        at_once = min(tokens, sequences * window)
+        batch = int(at_once * max(3 * widest, paired)) * itemsize
+        held = max(
+            require_returned(method, counts, getattr(method, counts)(shape), int)
+            for method in methods
+        )
+        found = max(found, parameters * computing + batch + job.block_bytes(block) + held)
+    return found
 
 
 def batch_sequences(job: Job, window: int, device: torch.device, given: int) -> int:
@@ -118,10 +133,10 @@ def host_bytes(job: Job, tokens: int, window: int, device: torch.device, kept_on
     if device.type == "cuda":
         # pinned memory is reused once its block is on the GPU: it holds one to two blocks
         return CUDA_PROCESS + kept_on_host + 3 * block // 2 + packed
-    return (
-        CPU_PROCESS
-        + kept_on_host
-        + max(4 * embedded, 2 * block + working_bytes(job, tokens, window, device))
+    return CPU_PROCESS + max(
+        kept_on_host + 4 * embedded,
+        kept_on_host + 2 * block + working_bytes(job, tokens, window, device),
+        2 * block + learning_bytes(job, window, device),
     )
 
 

@@ -221,7 +221,10 @@ def _calibrated(
     in_memory = kept if place != "disk" else 0
     on_device = min(in_memory, int(room)) if device.type == "cuda" else 0
     host_bytes = memory.host_bytes(job, tokens, seqlen, device, in_memory - on_device)
-    device_bytes = memory.working_bytes(job, tokens, seqlen, device) + on_device
+    device_bytes = max(
+        memory.working_bytes(job, tokens, seqlen, device) + on_device,
+        memory.learning_bytes(job, seqlen, device),
+    )
     continued, shortage = _continuation(job, samples, seqlen, device, device_memory, host_memory)
     if continued and device.type == "cuda":
         device_bytes = max(device_bytes, continued.bytes)
