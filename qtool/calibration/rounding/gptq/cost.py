@@ -138,7 +138,7 @@ def held_bytes(options: GptqOptions, block: BlockShape) -> int:
         options.output_hessian and block.differentiated
     ):  # every G; its factors are smaller than what is swept
         worst += sum(4 * n**2 for n, _ in _sharing(block))
-    return worst + (2 * total + floats if options.residual else 0)
+    return worst + (block.itemsize * total + floats if options.residual else 0)
 
 
 def _corrections(
