@@ -323,19 +323,24 @@ def test_a_linear_of_zeros_has_no_error(
 def test_a_directory_of_the_runs_name_that_no_run_made_is_left_alone(
     source: Path, tmp_path: Path, resume: bool
 ) -> None:
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "README.md").write_text("notes")
-    (mine / "a.tmp").write_text("mine")
-    before = files(mine)
-    for make in (lambda path: path.symlink_to(mine), lambda path: mine.rename(path)):
-        make(tmp_path / "out.partial")
+    out, partial, elsewhere = (tmp_path / name for name in ("out", "out.partial", "elsewhere"))
+
+    def refused() -> None:
         with pytest.raises(QtoolError, match=r"out.partial is not of an unfinished run"):
-            run(source, tmp_path / "out", resume=resume)
-        assert files(tmp_path / "out.partial") == before
-        if (tmp_path / "out.partial").is_symlink():
-            (tmp_path / "out.partial").unlink()
-    assert not (tmp_path / "out").exists()
+            run(source, out, resume=resume)
+        assert not out.exists()
+
+    elsewhere.mkdir()
+    partial.symlink_to(elsewhere)
+    refused()
+    assert not files(elsewhere)
+    partial.unlink()
+    partial.mkdir()
+    (partial / "README.md").write_text("notes")
+    (partial / "a.tmp").write_text("mine")
+    before = files(partial)
+    refused()
+    assert files(partial) == before
 
 
 def test_the_first_difference_is_named() -> None:
