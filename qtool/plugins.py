@@ -16,6 +16,7 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from inspect import formatannotation, getmembers, isfunction
 from os import PathLike
@@ -28,6 +29,8 @@ from qtool.errors import QtoolError, in_one_line, require_known, require_text, s
 
 GROUP = "qtool.plugins"
 T = TypeVar("T")
+#: names become parts of commands and of directories' names
+NAME = re.compile(r"\w[\w.+-]*")
 
 _loaded = False
 _called: set[EntryPoint] = set()
@@ -116,21 +119,38 @@ def require_free(table: MutableMapping[str, T], name: str, entry: T, kind: str) 
     """
     if not isinstance(name, str) or not name:
         raise QtoolError(f"a {kind} to register has the name {name!r}; a text is expected")
-    if name in table and not _same(table[name], entry):
+    if not NAME.fullmatch(name):
+        raise QtoolError(
+            f"a {kind} to register has the name {name!r}; letters, digits, _, +, - and . are"
+            " expected"
+        )
+    if name in table and not same(table[name], entry):
         raise QtoolError(f"the {kind} {name!r} is registered already; choose another name")
 
 
-def _same(there: Any, entry: Any) -> bool:
+def same(there: Any, entry: Any) -> bool:
     """Whether two entries were made by the same lines, run twice.
 
-    They were if they are classes of one module and name, or objects that are equal or have equal
-    contents.
+    They were if they are classes of one module and name, or objects that are equal or of such
+    classes and have equal contents, functions by their module and name.
     """
-    if isinstance(there, type) and isinstance(entry, type):
-        return (there.__module__, there.__qualname__) == (entry.__module__, entry.__qualname__)
-    held = [getattr(one, "__dict__", None) for one in (there, entry)]
-    alike = type(there) is type(entry) and held[0] is not None and held[0] == held[1]
-    return bool(there == entry) or alike
+    return bool(there == entry) or _made_of(there) == _made_of(entry)
+
+
+def _made_of(value: Any, *, whole: bool = True) -> Any:
+    """What stays the same in ``value`` if its lines run again.
+
+    An object within it counts as itself, unless it is a dataclass or ``whole``.
+    """
+    if hasattr(value, "__qualname__"):  # a class or a function
+        return value.__module__, value.__qualname__
+    if isinstance(value, dict):
+        return {key: _made_of(held, whole=False) for key, held in value.items()}
+    if isinstance(value, tuple | list):
+        return [_made_of(held, whole=False) for held in value]
+    if hasattr(value, "__dict__") and (whole or is_dataclass(value)):
+        return _made_of(type(value)), _made_of(vars(value), whole=False)
+    return value
 
 
 def require_attributes(given: Any, name: str, attributes: Iterable[str]) -> None:

@@ -73,7 +73,8 @@ def register_recipe(scheme: str, recipe: str | Path | Mapping[str, Any]) -> None
     data = recipes.read(Path(recipe)) if isinstance(recipe, str | Path) else recipe
     _require_instance(data, Mapping)
     for variant in data.get("variants") or [None]:
-        recipes.parse(data, scheme, variant)
+        if (named := recipes.parse(data, scheme, variant).scheme) != scheme:
+            raise QtoolError(f"the recipe to register for {scheme!r} says scheme: {named}")
     if scheme in recipes.built_in():
         raise QtoolError(f"the recipe {scheme!r} is built in; choose another name")
     plugins.add(ADDED, scheme, data, "recipe")
@@ -98,8 +99,11 @@ def register_layout(layout: "Layout") -> None:
     plugins.require_functions(layout, kind, Layout)
     if type(layout.bits) is not int or not 1 <= layout.bits <= 8:
         raise QtoolError(f"{kind}.bits is {layout.bits!r}; a whole number of 1 to 8 is expected")
-    if not isinstance(layout.tile, tuple) or [type(size) for size in layout.tile] != [int, int]:
-        raise QtoolError(f"{kind}.tile is {layout.tile!r}; a pair of whole numbers is expected")
+    sizes = layout.tile if isinstance(layout.tile, tuple) else ()
+    if [type(size) for size in sizes] != [int, int] or min(sizes) < 1:
+        raise QtoolError(
+            f"{kind}.tile is {layout.tile!r}; a pair of positive whole numbers is expected"
+        )
     if CODES not in layout.tensors:
         raise QtoolError(
             f"layout {layout.name!r} has no tensor {CODES}, by which packed linears are found"
@@ -125,8 +129,8 @@ def register_kernel(scheme: str, layout: str, kernel: "Kernel") -> None:
     plugins.find(SCHEMES, scheme, "scheme")
     plugins.find(LAYOUTS, layout, "layout")
     there = KERNELS.get((scheme, layout), ())
-    if kernel not in there:
-        KERNELS[scheme, layout] = (*there, kernel)
+    kept = tuple(kernel if plugins.same(other, kernel) else other for other in there)
+    KERNELS[scheme, layout] = kept if kernel in kept else (*kept, kernel)
 
 
 def register_family(family: "Family") -> None:
@@ -156,6 +160,16 @@ def register_method(method: "type[Transform] | type[Rounding]") -> None:
     plugins.require_kinds(method, method.__name__, kinds)
     require_options(method)
     if issubclass(method, Transform):
+        own = {
+            name
+            for name in ("embedding", "head")
+            if getattr(method, name) is not getattr(Transform, name)
+        }
+        if own and method.rewrites_embedding is Transform.rewrites_embedding:
+            raise QtoolError(
+                f"{method.__name__} defines {' and '.join(sorted(own))}, but not"
+                " rewrites_embedding, by which a head that is tied to the embedding is stored apart"
+            )
         plugins.add(TRANSFORMS, method.name, method, "transform")
     else:
         plugins.add(ROUNDINGS, method.name, method, "rounding")
@@ -179,6 +193,7 @@ def _require_instance(given: Any, kind: type) -> None:
 
 def _require_facts(scheme: "type[Scheme]") -> None:
     """Refuse a scheme whose attributes are not of the types that the protocol declares."""
+    from qtool.schemes import Scheme
     from qtool.schemes.arithmetic.activation import Activation
 
     name, bits, sizes = scheme.__name__, scheme.code_bits, scheme.group_sizes
@@ -188,6 +203,12 @@ def _require_facts(scheme: "type[Scheme]") -> None:
         raise QtoolError(
             f"{name}.group_sizes is {sizes!r}; a tuple that holds default_group_size,"
             f" {scheme.default_group_size!r}, is expected"
+        )
+    bounds = ("clip_bounds", "with_clip_bounds")
+    own = [one for one in bounds if getattr(scheme, one) is not getattr(Scheme, one)]
+    if len(own) == 1:
+        raise QtoolError(
+            f"{name} defines {own[0]} alone; one is the inverse of the other: {', '.join(bounds)}"
         )
     for size in sizes:
         activation = getattr(scheme(size), "activation", None)  # it may follow the group size

@@ -34,7 +34,7 @@ from qtool.layouts.base import require_tile
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models import FAMILIES, family_of
 from qtool.recipes.recipe import ADDED
-from qtool.runtime.dispatch import KERNELS, W8A8
+from qtool.runtime.dispatch import KERNELS, W8A8, Kernel
 from qtool.schemes import SCHEMES, Scheme
 from qtool.schemes.w4a16 import Marlin
 from qtool.schemes.w8a8 import SmoothQuant
@@ -448,6 +448,17 @@ def test_a_method_whose_options_no_recipe_could_give_is_refused(wrong: type, sai
         qtool.register_method(wrong)
 
 
+def test_a_transform_of_the_embedding_says_that_it_is_one() -> None:
+    def embedding(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        return 2 * rows
+
+    body = {"name": "doubled", "needs_data": False, "apply": lambda *given: None}
+    told = type("Doubled", (Transform,), body | {"embedding": embedding})
+    with pytest.raises(QtoolError, match="Doubled defines embedding, but not rewrites_embedding"):
+        qtool.register_method(told)
+    qtool.register_method(type("Doubled", (told,), {"rewrites_embedding": True}))
+
+
 def test_options_may_be_annotated_by_texts() -> None:
     kinds = {"x": "float | None", "y": "ClassVar[int]", "z": "Sequence[str]"}
     own = method(RoundToNearest, __annotations__=kinds, x=None, y=3, z=(), __module__=__name__)
@@ -529,6 +540,13 @@ def test_names_that_are_taken_are_refused() -> None:
     for register in (qtool.register_layout, partial(qtool.register_kernel, "w8a8", "row-major-8")):
         with pytest.raises(QtoolError, match=r"5 is no instance of (Layout|Kernel)"):
             register(5)
+    for name in ("a/../b", "", "two words", ".."):
+        with pytest.raises(QtoolError, match=r"has the name .*expected"):
+            qtool.register_scheme(type("Named", (SmoothQuant,), {"name": name}))
+    with pytest.raises(QtoolError, match="the recipe to register for 'one' says scheme: other"):
+        qtool.register_recipe(
+            "one", {"scheme": "other", "layers": [{"match": ".*", "scheme": None}]}
+        )
     with pytest.raises(QtoolError, match="5 is no instance of Mapping"):
         qtool.register_recipe("five", 5)  # type: ignore[arg-type]
     with pytest.raises(QtoolError, match="Bare has no code_bits, signed, group_sizes, default"):
@@ -626,6 +644,7 @@ def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
         (scheme(default_group_size=48), "that holds default_group_size, 48, is expected"),
         (scheme(activation=8), "Wrong.activation is 8; an Activation is expected"),
         (scheme(check_range=8), "Wrong.check_range is 8; a function is expected"),
+        (scheme(clip_bounds=lambda self, params: None), "Wrong defines clip_bounds alone"),
     ):
         with pytest.raises(QtoolError, match=said):
             qtool.register_scheme(wrong)
@@ -634,7 +653,8 @@ def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
         qtool.register_layout(type("Bare", (Layout,), bare)())
     for facts, said in (
         ({"bits": "3", "tile": (1, 8)}, "Bare.bits is '3'; a whole number of 1 to 8 is expected"),
-        ({"bits": 3, "tile": 8}, "Bare.tile is 8; a pair of whole numbers is expected"),
+        ({"bits": 3, "tile": 8}, "Bare.tile is 8; a pair of positive whole numbers is expected"),
+        ({"bits": 3, "tile": (0, 8)}, r"Bare.tile is \(0, 8\); a pair of positive whole"),
     ):
         with pytest.raises(QtoolError, match=said):
             qtool.register_layout(type("Bare", (Layout,), {"name": "bare", **bare, **facts})())
@@ -802,12 +822,28 @@ def test_what_the_same_lines_make_again_takes_the_place_of_the_first() -> None:
 
         qtool.register_scheme(Mine)
         qtool.register_layout(DigitLayout(name="rows-of-mine", n="n", k="k", order="n, k"))
-        qtool.register_family(dataclasses.replace(FAMILIES[0], name="Mine", model_types=("mine",)))
+        sizes = {"own": lambda config: config.hidden_size}
+        family = dataclasses.replace(FAMILIES[0], name="Mine", model_types=("mine",), sizes=sizes)
+        qtool.register_family(family)
+
+        class Planes(ThreePlanes):
+            name = "planes-of-mine"
+
+        def multiply(call: Any) -> torch.Tensor:
+            return torch.empty(0)
+
+        qtool.register_layout(Planes())
+        kernel = Kernel("mine", "exact", frozenset({(9, 0)}), multiply)
+        qtool.register_kernel("mine", "rows-of-mine", kernel)
 
     run()
-    first = SCHEMES["mine"]
+    first = SCHEMES["mine"], KERNELS["mine", "rows-of-mine"], LAYOUTS["planes-of-mine"]
+    families = len(FAMILIES)
     run()
-    assert SCHEMES["mine"] is not first and family_of("mine").name == "Mine"
+    assert SCHEMES["mine"] is not first[0] and family_of("mine").name == "Mine"
+    assert len(FAMILIES) == families and LAYOUTS["planes-of-mine"] is not first[2]
+    (kernel,) = KERNELS["mine", "rows-of-mine"]
+    assert kernel is not first[1][0]
     recipe = {"layers": [{"match": ".*", "scheme": "mine"}]}
     qtool.register_recipe("another", recipe)
     qtool.register_recipe("another", dict(recipe))
@@ -901,7 +937,11 @@ def test_a_layout_without_codes_or_with_other_tensors_than_it_packs() -> None:
             r"unpack gives torch.uint8 .2, 4., not what was packed, torch.int8 .2, 4.",
         ),
         ("pack_group", lambda self, param: param.t().contiguous(), "unpack_group gives"),
-        ("pack_channel", lambda self, param: param.flip(0), "unpack_channel gives"),
+        (
+            "pack_channel",
+            lambda self, param: param + 1,
+            r"unpack_channel gives 1.* at .0., where 0",
+        ),
     ],
 )
 def test_a_layout_that_does_not_give_back_what_it_packed_is_refused(
@@ -912,6 +952,15 @@ def test_a_layout_that_does_not_give_back_what_it_packed_is_refused(
     with pytest.raises(CheckFailed, match=f"^layout wrong: {said}"):
         qtool.register_layout(layout)
     assert "wrong" not in LAYOUTS
+
+
+def test_a_parameter_has_a_name_that_a_module_takes() -> None:
+    def fit_range(self: Any, *given: Any, **clips: Any) -> Any:
+        return {f"a.{name}": t for name, t in Marlin.fit_range(self, *given, **clips).items()}
+
+    dotted = type("Dotted", (Marlin,), {"name": "dotted", "fit_range": fit_range})
+    with pytest.raises(CheckFailed, match=r"fit_range gives a parameter 'a.scale'; a name of"):
+        qtool.register_scheme(dotted)
 
 
 def test_a_parameter_cannot_be_called_as_what_a_linear_stores() -> None:

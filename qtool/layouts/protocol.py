@@ -37,8 +37,14 @@ def require_sound(layout: Layout) -> None:
 
 
 def _require_same(layout: Layout, function: str, found: torch.Tensor, packed: torch.Tensor) -> None:
-    if found.dtype != packed.dtype or not torch.equal(found, packed):
+    if (found.dtype, found.shape) != (packed.dtype, packed.shape):
         raise CheckFailed(
             f"layout {layout.name}: {function} gives {found.dtype} {list(found.shape)}, not what"
             f" was packed, {packed.dtype} {list(packed.shape)}"
+        )
+    if not torch.equal(found, packed):
+        place = tuple((found != packed).nonzero()[0].tolist())
+        raise CheckFailed(
+            f"layout {layout.name}: {function} gives {found[place]} at {list(place)}, where"
+            f" {packed[place]} was packed"
         )

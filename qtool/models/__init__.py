@@ -37,8 +37,9 @@ def register_family(family: Family) -> None:
     if not isinstance(family, Family):
         raise QtoolError(f"register_family: {family!r} is no qtool.models.Family")
     require_consistent(family)
-    for other in FAMILIES:
-        if other is family or vars(other) == vars(family):
+    for number, other in enumerate(FAMILIES):
+        if plugins.same(other, family):
+            FAMILIES[number] = family
             return
         if taken := set(other.model_types) & set(family.model_types):
             raise QtoolError(

@@ -62,6 +62,9 @@ def require_consistent(family: Family) -> None:
     parts = {part for parts in family.fused.values() for part in parts}
     named = dict.fromkeys(family.biased, "biased")
     for group in family.groups:
+        for linear in group.linears:
+            if named.get(linear) == "groups":
+                raise QtoolError(f"family {family.name}: {linear} is in two groups")
         named |= dict.fromkeys(group.linears, "groups")
         if group.fold is not Fold.NONE:
             named[group.source] = "source"

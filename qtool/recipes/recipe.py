@@ -105,9 +105,10 @@ def load(scheme: str | None, recipe: str | None = None, *, default: str = "fast"
         return found
     files = built_in()
     if scheme is None:
+        plugins.load()
         raise QtoolError(
             "neither a scheme nor a recipe file is given: pass --scheme, one of "
-            f"{', '.join(files)}, or --recipe FILE"
+            f"{', '.join((*files, *ADDED))}, or --recipe FILE"
         )
     require_text("--scheme", scheme)
     if scheme not in files:

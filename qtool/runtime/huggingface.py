@@ -124,7 +124,8 @@ class QtoolQuantizer(HfQuantizer):
 def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
     """Put an empty QuantLinear (on the linear's device) wherever ``format`` says so."""
     config = model.config.get_text_config(decoder=True)
-    for name in family_of(model.config).all_linears(config):
+    family = family_of(model.config)
+    for name in family.all_linears(family.settings(config.to_dict())):
         linear, linear_format = model.get_submodule(name), format.of(name)
         if linear_format is None or not isinstance(linear, nn.Linear):
             continue

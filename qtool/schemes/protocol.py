@@ -39,6 +39,11 @@ def require_sound(scheme: Scheme, weight: Tensor) -> None:
     before = weight.clone()
     params = scheme.fit(weight)
     shapes = {(len(weight),), tuple(scheme.groups(weight).shape[:2])}
+    for name in params:
+        if not name.isidentifier():
+            raise CheckFailed(
+                f"fit_range gives a parameter {name!r}; a name of letters, digits and _ is expected"
+            )
     for name in params.keys() - scheme.shared_params:
         if (shape := tuple(params[name].shape)) not in shapes:
             raise CheckFailed(

@@ -29,13 +29,13 @@ seeds = st.integers(0, 2**31)
 
 
 def random_codes(layout: Layout, n: int, k: int, seed: int, *, signed: bool) -> Tensor:
-    """Legal codes of the layout's width; for marlin-24 with two zeros in every four inputs."""
+    """Legal codes of the layout's width; of a sparse one with two zeros in every four inputs."""
     generator = torch.Generator().manual_seed(seed)
     low = -(2 ** (layout.bits - 1)) if signed else 0
     high = low + 2**layout.bits
     dtype = torch.int8 if signed else torch.uint8
     codes = torch.randint(low, high, (n, k), generator=generator).to(dtype)
-    if layout.name == "marlin-24":
+    if layout.sparsity == (2, 4):
         ranks = torch.rand(n, k // 4, 4, generator=generator).argsort(-1).flatten(1)
         codes[ranks < 2] = 0 if signed else 8
     return codes
@@ -85,7 +85,7 @@ def test_the_packed_bytes_are_the_codes_bits(layout: Layout) -> None:
     n, k = (2 * size for size in layout.tile)
     packed = layout.pack(torch.empty(n, k, dtype=torch.uint8, device="meta"))
     # 2:4 keeps half of the codes, and 4 bits of metadata a quad
-    bits = 3 if layout.name == "marlin-24" else layout.bits
+    bits = 3 if layout.sparsity == (2, 4) else layout.bits
     assert sum(tensor.nbytes for tensor in packed.values()) * 8 == n * k * bits
     assert layout.unpack(packed, n, k, signed=True).shape == (n, k)
 

@@ -166,6 +166,10 @@ def test_declared_families_name_what_they_declare(family: Family) -> None:
         ),
         ({"groups": (LinearGroup((DOWN,), UP, Fold.PRODUCT, gate="g"),)}, "gate names 'g'"),
         ({"groups": (LinearGroup(("up",), "n", Fold.NONE),)}, "groups names 'up', and tensors has"),
+        (
+            {"groups": (*LLAMA.groups, LLAMA.groups[-1])},
+            "family Mine: mlp.down_proj is in two groups",
+        ),
         ({"groups": (LinearGroup(DOWN, UP, Fold.PRODUCT),)}, "linears is 'mlp.down_proj'; tuple"),
         (
             {"groups": (LinearGroup((DOWN,), UP, "product"),)},

@@ -36,7 +36,8 @@ def test_a_class_is_quantized_end_to_end(model_type: str, tmp_path: Path) -> Non
 
 
 #: what configurations may choose: one kv head, as many as query heads, ties, biases or none, layers
-#: of two kinds, part of a head turned, dense blocks before mixtures, one expert a token, one block
+#: of two kinds, part of a head turned, dense blocks before mixtures, one expert a token, one block,
+#: two layers of transformers in a block
 UNUSUAL = [
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 331}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
@@ -46,6 +47,7 @@ UNUSUAL = [
     ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 2, "num_hidden_layers": 3}),
     ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 3, "num_experts_per_tok": 1}),
     ("gemma2", {"tie_word_embeddings": False, "num_key_value_heads": 1, "head_dim": 64}),
+    ("longcat_flash", {"zero_expert_num": 0}),
 ]
 
 
