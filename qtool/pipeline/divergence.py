@@ -40,7 +40,7 @@ class Probe:
             for ids, expected in zip(self.windows, self.expected, strict=True):
                 found = self._log_probabilities(ids)
                 given = expected.to(found.device)
-                lost = torch.where(given > -torch.inf, given.exp() * (given - found), 0.0)
+                lost = torch.where(given == -torch.inf, 0.0, given.exp() * (given - found))
                 total += float(lost.sum(dtype=torch.float64))
         if not isfinite(total):
             raise QtoolError("the model's output on the calibration windows has NaN or Inf")

@@ -68,7 +68,7 @@ def test_ranks_share_a_host_as_the_plan_has_it(
 def test_a_long_window_is_a_batch_of_its_own() -> None:
     job = Job.of(config_of("llama-3-8b"), recipes.load("w4a8-lqq"))
     shorter, short, long = (
-        working_bytes(job, 0, window, torch.device("cpu")) for window in (2048, 4096, 8192)
+        working_bytes(job, 1 << 20, window, torch.device("cpu")) for window in (2048, 4096, 8192)
     )
     assert shorter == short < long
     widest = max(n + k for n, k in job.linears(0).values())

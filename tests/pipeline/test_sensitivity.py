@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import Tensor
 
 import qtool
 from qtool import recipes
@@ -275,6 +276,17 @@ def test_a_model_whose_output_is_not_finite_is_refused(make_model: MakeModel) ->
     float_model.get_output_embeddings().weight.data[0] = float("inf")
     with pytest.raises(QtoolError, match=r"the model's output .* has NaN or Inf"):
         Probe(float_model, [IDS]).divergence({})
+
+
+def test_tokens_that_a_model_never_gives_add_nothing(make_model: MakeModel) -> None:
+    """As those with which a vocabulary is padded, if their logits are -inf."""
+    model = qtool.load(make_model(), dtype=torch.float32)
+
+    def without_last(_: object, inputs: object, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, torch.tensor([logits.shape[-1] - 1]), -torch.inf)
+
+    model.get_output_embeddings().register_forward_hook(without_last)
+    assert Probe(model, [IDS]).divergence({}) == 0
 
 
 def test_sixteen_bits_are_a_choice() -> None:
