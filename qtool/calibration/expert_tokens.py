@@ -86,20 +86,18 @@ def candidates(
         The number of tokens routed to each expert ``[E]``; the highest probabilities among the
         other tokens ``[m, E]``, below 0 if there is no token; the tokens ``[m, E]``.
     """
-    # a router may read the weight of a linear that it does not call (LongCat)
-    names = filter(None, (router, router.rpartition(".")[0]))
-    inputs: dict[str, list[Tensor]] = {name: [] for name in names}
+    inputs: list[Tensor] = []
     chosen: list[Tensor] = []  # the numbers of each token's experts
     experts, module = block.get(stack), block.get(router)
     hook = experts.register_forward_pre_hook(lambda _, given: chosen.extend(given[1:2]))
     try:
-        observers = {name: parts.append for name, parts in inputs.items()}
-        observe(block, [batch], {**observers, stack: lambda _: None})
+        observe(block, [batch], {router: inputs.append, stack: lambda _: None})
     finally:
         hook.remove()
     bias = getattr(module, "bias", None)
-    x = torch.cat(next(filter(None, inputs.values()))).float()  # [T, K]
-    logits = x @ module.weight.float().T  # type: ignore[operator, union-attr]
+    if not inputs:  # LongCat's router reads the weight of a linear that it does not call
+        observe(block, [batch], {router.rpartition(".")[0]: inputs.append})
+    logits = torch.cat(inputs).float() @ module.weight.float().T  # type: ignore[operator, union-attr]
     probability = (logits if bias is None else logits + bias.float()).softmax(1)  # [T, E]
     count = probability.shape[1]
     index = torch.cat(chosen).clamp_max(count)  # experts that do nothing have higher numbers
