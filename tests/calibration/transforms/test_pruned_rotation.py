@@ -195,7 +195,7 @@ def test_a_plan_counts_both(make_model: MakeModel) -> None:
         job = Job.of(config, recipes.parse(given | {"scheme": "test", "rounding": "rtn"}, "test"))
         method, shape = job.transforms[number], block_shape(job, 0, 1, 16)
         work = method.work(shape)
-        return work.search_flops + work.search_weights, method.learning_bytes(shape)  # type: ignore[attr-defined]
+        return work.search_flops + work.search_weights, method.learning_bytes(shape)
 
     hidden, blocks = config["hidden_size"], config["num_hidden_layers"]
     (flops, held), (dense_flops, dense_held) = (
