@@ -38,7 +38,7 @@ def load_rounded(source: Checkpoint, device: torch.device) -> PreTrainedModel:
     blocks, shards = StreamedBlocks(source, job, device), job.shards()[1:-1]
 
     def rounded(index: int) -> list[tuple[str, Tensor]]:
-        return [(name, x.cpu()) for name, x in blocks.tensors(index, None, shards[index], {})]
+        return [(name, _on_host(x)) for name, x in blocks.tensors(index, None, shards[index], {})]
 
     tables = embedding_and_head.tables(source, job, device)
     head = embedding_and_head.head(source, job, device)
@@ -46,7 +46,7 @@ def load_rounded(source: Checkpoint, device: torch.device) -> PreTrainedModel:
     with ThreadPoolExecutor(THREADS, "round") as threads:
         inner = chain.from_iterable(threads.map(rounded, range(job.blocks)))
         for name, rows in chain(tables, inner, head):
-            pieces[name].append(rows.cpu())
+            pieces[name].append(_on_host(rows))
     config: Any = float_config(source.directory)
     config.quantization_config = job.format.to_dict()
     tensors = {
@@ -54,3 +54,8 @@ def load_rounded(source: Checkpoint, device: torch.device) -> PreTrainedModel:
         for name in list(pieces)
     }
     return load_tensors(config, tensors, device)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """``x`` in host memory, in pinned memory if it comes from a GPU, which copies fast to it."""
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x) if x.is_cuda else x

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -24,8 +25,10 @@ from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import activation_bytes, working_bytes
 from qtool.pipeline.quantize import Calibration, quantize
-from qtool.pipeline.streaming import activations, streamed_blocks
+from qtool.pipeline.streaming import activations, shards, streamed_blocks
+from qtool.pipeline.streaming.built_blocks import BuiltBlocks
 from qtool.pipeline.streaming.shards import Shards
+from qtool.pipeline.streaming.snapshots import Snapshots
 from qtool.pipeline.summary import summarize
 from tests.conftest import MakeModel, save_model
 
@@ -364,6 +367,24 @@ def test_on_a_cpu_the_host_is_the_device(source: Path, whole, tmp_path: Path) ->
     assert files(run(source, tmp_path / "out", activations="host")) == whole
 
 
+@pytest.mark.parametrize(("room", "waits"), [(0.0, True), (math.inf, False)])
+def test_inputs_are_stored_before_outputs_are_made_where_there_is_no_room_for_both(  # type: ignore[no-untyped-def]
+    room: float, waits: bool, source: Path, whole, tmp_path: Path, monkeypatch
+) -> None:
+    inside: list[bool] = []
+    own, advance = Snapshots.settle, BuiltBlocks._before_inputs_change
+
+    def before(blocks: BuiltBlocks) -> None:
+        monkeypatch.setattr(Snapshots, "settle", lambda self: inside.append(True) or own(self))
+        advance(blocks)
+        monkeypatch.setattr(Snapshots, "settle", own)
+
+    monkeypatch.setattr(BuiltBlocks, "_before_inputs_change", before)
+    monkeypatch.setattr(shards, "place_for", lambda *_: ("device", room))
+    assert files(run(source, tmp_path / "out")) == whole
+    assert bool(inside) == waits
+
+
 def test_no_room_for_the_activations(source: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -380,11 +401,15 @@ def test_activations_go_to_the_first_place_with_room(source: Path) -> None:
     sizes = tokens, 2048, cuda
     kept, working = activation_bytes(job, *sizes), working_bytes(job, *sizes)
     assert kept == 2 * 2 * tokens * 128  # bytes; the quantized path and the float model's beside it
-    assert activations.choose(job, tokens, 2048, cuda, 2 * (kept + working), 0) == "device"
-    assert activations.choose(job, tokens, 2048, cuda, working, 3 * kept) == "host"
-    assert activations.choose(job, tokens, 2048, cuda, 1.2 * working, 2 * kept) == "both"
-    assert activations.choose(job, tokens, 2048, cuda, working, kept) == "disk"
-    assert activations.choose(job, tokens, 2048, cpu, 10 * (kept + working), 0) == "device"
+    memory = (kept + working) / activations.DEVICE_SHARE
+    assert activations.device_room(job, *sizes, memory) == pytest.approx(kept)
+    assert activations.device_room(job, *sizes, memory, beside=kept // 2) == pytest.approx(kept / 2)
+    assert activations.device_room(job, *sizes, working) == 0
+    assert activations.choose(job, *sizes, kept, 0) == "device"
+    assert activations.choose(job, *sizes, 0, 3 * kept) == "host"
+    assert activations.choose(job, *sizes, kept / 2, kept) == "both"
+    assert activations.choose(job, *sizes, 0, kept) == "disk"
+    assert activations.choose(job, tokens, 2048, cpu, 10 * kept, 0) == "device"
     assert activations.choose(job, tokens, 2048, cpu, kept, 9 * kept) == "disk"
 
 

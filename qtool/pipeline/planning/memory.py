@@ -6,13 +6,14 @@ bytes that torch allocates; its cache may reserve a third more.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from qtool import recipes
 from qtool.calibration.method import LEARNING_SEQUENCES, Method
+from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.errors import QtoolError
 from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
@@ -76,6 +77,21 @@ def learning_bytes(job: Job, window: int, device: torch.device) -> int:
     learning = [method for method in job.transforms if method.learns]
     tokens = LEARNING_SEQUENCES * window
     return _most_bytes(job, learning, "learning_bytes", tokens, window, device) if learning else 0
+
+
+def source_job(job: Job) -> Job:
+    """``job`` without its methods: its blocks are those of the source."""
+    return replace(job, transforms=[], rounding=RoundToNearest())
+
+
+def gradient_bytes(job: Job, tokens: int) -> int:
+    """Bytes that the gradients of the residual stream take for ``tokens``, all of it in float32.
+
+    They are the gradients themselves, before and after a block, and three second moments. The
+    blocks, and the inputs of all blocks, are not counted.
+    """
+    hidden = int(job.namespace.hidden_size)
+    return 4 * (2 * tokens * hidden + 3 * hidden**2)
 
 
 def _most_bytes(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from qtool.calibration.method import LEARNING_SEQUENCES
 from qtool.calibration.rounding.rtn import chunk_bytes
 from qtool.data.mix import SAMPLES
 from qtool.errors import QtoolError, require_count
@@ -215,16 +216,15 @@ def _calibrated(
     """Time, memory and activations of a calibrated run: the fields of a :class:`Plan`."""
     rates: Rates = H200 if device.type == "cuda" else CPU
     tokens = -(-samples // gpus) * seqlen  # tokens of each rank
-    place = activations.choose(job, tokens, seqlen, device, device_memory, host_memory / gpus)
-    kept = memory.activation_bytes(job, tokens, seqlen, device)
-    room = activations.device_room(job, tokens, seqlen, device, device_memory)
-    in_memory = kept if place != "disk" else 0
-    on_device = min(in_memory, int(room)) if device.type == "cuda" else 0
-    host_bytes = memory.host_bytes(job, tokens, seqlen, device, in_memory - on_device)
-    device_bytes = max(
-        memory.working_bytes(job, tokens, seqlen, device) + on_device,
-        memory.learning_bytes(job, seqlen, device),
-    )
+    free = device_memory, host_memory / gpus
+    place, device_bytes, host_bytes = _kept(job, tokens, seqlen, device, *free)
+    device_bytes = max(device_bytes, memory.learning_bytes(job, seqlen, device))
+    if job.weighs_outputs:
+        few = min(samples, LEARNING_SEQUENCES) * seqlen
+        beside = memory.gradient_bytes(job, few)
+        own = memory.source_job(job)
+        _, on_device, on_host = _kept(own, job.blocks * few, seqlen, device, *free, beside)
+        device_bytes, host_bytes = max(device_bytes, on_device), max(host_bytes, on_host)
     continued, shortage = _continuation(job, samples, seqlen, device, device_memory, host_memory)
     if continued and device.type == "cuda":
         device_bytes = max(device_bytes, continued.bytes)
@@ -237,12 +237,38 @@ def _calibrated(
         "device": rates.name,
         "gpus": gpus,
         "device_bytes": device_bytes if device.type == "cuda" else 0,
-        "activation_bytes": kept * gpus,
+        "activation_bytes": memory.activation_bytes(job, tokens, seqlen, device) * gpus,
         "place": activations.reported(place, device),
         "compiling": rates.compiling,
         "continuation": continued,
         "shortage": shortage,
     }
+
+
+def _kept(
+    job: Job,
+    tokens: int,
+    seqlen: int,
+    device: torch.device,
+    device_memory: float,
+    host_memory: float,
+    beside: int = 0,
+) -> tuple[str, int, int]:
+    """Where the activations of ``tokens`` are kept, and all bytes of the device and the host.
+
+    ``beside`` bytes of the device are for other things than a block and the activations.
+    """
+    room = activations.device_room(job, tokens, seqlen, device, device_memory, beside)
+    place = activations.choose(job, tokens, seqlen, device, room, host_memory)
+    kept = memory.activation_bytes(job, tokens, seqlen, device) if place != "disk" else 0
+    if device.type != "cuda":
+        return place, 0, memory.host_bytes(job, tokens, seqlen, device, kept + beside)
+    on_device = min(kept, int(room))
+    held = memory.working_bytes(job, tokens, seqlen, device) + beside + on_device
+    floats = job.rounding.compares * (kept // 2)
+    if kept + floats <= room:  # the float model's inputs are stored while its outputs are made
+        held += floats
+    return place, held, memory.host_bytes(job, tokens, seqlen, device, kept - on_device)
 
 
 def _continuation(

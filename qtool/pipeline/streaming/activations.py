@@ -36,23 +36,27 @@ PLACES = {
 }
 
 
-def place_for(job: Job, tokens: int, window: int, device: torch.device) -> tuple[str, float]:
+def place_for(
+    job: Job, tokens: int, window: int, device: torch.device, beside: int = 0
+) -> tuple[str, float]:
     """The place for the activations of ``tokens``, in windows of ``window``, on this machine.
 
-    Ranks on one machine share its memory evenly. The result also has the bytes of the device that
-    are free for activations.
+    ``beside`` bytes of the device are for other things than a block and the activations. Ranks on
+    one machine share its memory evenly. The result also has the bytes of the device that are free
+    for activations.
     """
     host_free = host_memory()[1] / ranks.local_size()
     device_free = gpu_memory(device)[1] if device.type == "cuda" else host_free
-    room = device_room(job, tokens, window, device, device_free)
-    return choose(job, tokens, window, device, device_free, host_free), room
+    room = device_room(job, tokens, window, device, device_free, beside)
+    return choose(job, tokens, window, device, room, host_free), room
 
 
 def device_room(
-    job: Job, tokens: int, window: int, device: torch.device, device_free: float
+    job: Job, tokens: int, window: int, device: torch.device, device_free: float, beside: int = 0
 ) -> float:
-    """Bytes of ``device`` that are left for activations beside a block's memory."""
-    return max(0.0, DEVICE_SHARE * device_free - working_bytes(job, tokens, window, device))
+    """Bytes of ``device`` that are left for activations beside a block and ``beside`` bytes."""
+    used = working_bytes(job, tokens, window, device) + beside
+    return max(0.0, DEVICE_SHARE * device_free - used)
 
 
 def described(job: Job, tokens: int, window: int, device: torch.device, place: str) -> str:
@@ -67,11 +71,10 @@ def reported(place: str, device: torch.device) -> str:
 
 
 def choose(
-    job: Job, tokens: int, window: int, device: torch.device, device_free: float, host_free: float
+    job: Job, tokens: int, window: int, device: torch.device, room: float, host_free: float
 ) -> str:
-    """The first place with room for the activations of ``tokens`` beside a block's memory."""
+    """The first place with room for the activations of ``tokens``, of which the device has some."""
     nbytes = activation_bytes(job, tokens, window, device)
-    room = device_room(job, tokens, window, device, device_free)
     if nbytes <= room:
         return "device"
     if device.type != "cuda" or nbytes - room > HOST_SHARE * host_free:
@@ -86,10 +89,10 @@ class Activations:
         place: a key of :data:`PLACES`.
         dtype: dtype in which hidden states are kept.
         directory: directory for the files of each batch, if ``place`` is ``disk``.
-        room: bytes of the device for activations, if ``place`` is ``both``.
+        room: bytes of the device for activations; those on it are subtracted.
     """
 
-    def __init__(self, place: str, dtype: torch.dtype, directory: Path, room: float = 0.0) -> None:
+    def __init__(self, place: str, dtype: torch.dtype, directory: Path, room: float) -> None:
         self.place, self.dtype, self.directory, self.room = place, dtype, directory, room
         self.count = 0
 

@@ -101,8 +101,10 @@ class BuiltBlocks:
         self.reached = start
         #: whether the run has references; all of them may belong to other ranks
         self.compares = job.needs_data and job.rounding.compares
-        #: whether outputs are written over inputs
-        self.overwrites = activations.place != "device"
+        #: whether the float model's outputs take the room of its inputs, in part at least
+        self.overwrites = activations.place != "device" or activations.room < sum(
+            tensor.nbytes for batch in self.references for tensor in batch.tensors.values()
+        )
 
     def _reference_inputs(self, number: int, batch: Batch) -> dict[str, Tensor]:
         """The tensors that enter the first block in the float model, for ``batch``."""

@@ -10,6 +10,7 @@ Each of R ranks writes every R-th shard. It makes plain blocks alone; all ranks 
 blocks together.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
@@ -31,7 +32,12 @@ from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
 from qtool.io.write_behind import WriteBehind
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.memory import batch_sequences, compute_dtype
+from qtool.pipeline.planning.memory import (
+    batch_sequences,
+    compute_dtype,
+    gradient_bytes,
+    source_job,
+)
 from qtool.pipeline.streaming import embedding_and_head
 from qtool.pipeline.streaming.activations import (
     Activations,
@@ -183,7 +189,7 @@ class Shards:
 
     def _place(self, tokens: Sequence[Tensor], activations: str) -> Activations:
         """The place of the activations; ``auto`` is the first with room."""
-        room = 0.0
+        room = math.inf
         if self.job.needs_data:
             own = sum(ids.numel() for ids in ranks.local_items(tokens))
             sizes = own, max(ids.shape[1] for ids in tokens)
@@ -194,7 +200,7 @@ class Shards:
             ranks.log(described(self.job, *sizes, self.device, activations))
         return self._activations(activations, room)
 
-    def _activations(self, place: str, room: float = 0.0) -> Activations:
+    def _activations(self, place: str, room: float = math.inf) -> Activations:
         dtype = compute_dtype(self.job, self.device)
         return Activations(place, dtype, self.output.partial / RUN, room)
 
@@ -228,12 +234,13 @@ class Shards:
         missing = (index for index in range(self.job.blocks) if index + 2 not in output.records)
         names = {index: _gradients(index) for index in missing}
         if ranks.rank() == 0 and not all(map(output.kept, names.values())):
-            job = replace(self.job, transforms=[], rounding=RoundToNearest())
+            job = source_job(self.job)
             text = torch.cat([ids.flatten() for ids in tokens])
             with ranks.alone(), phase("search"), self._few(job, tokens, snapshots) as built:
                 inputs = sum(size * length for size, length in built.batches.shapes)
                 window = max(length for _, length in built.batches.shapes)
-                kept = place_for(job, job.blocks * inputs, window, self.device)
+                beside = gradient_bytes(job, inputs)
+                kept = place_for(job, job.blocks * inputs, window, self.device, beside)
                 place = self._activations(*kept)
                 try:
                     for index, factor in stream_gradients(self.source, job, built, place, text):

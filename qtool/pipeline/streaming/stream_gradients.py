@@ -11,7 +11,7 @@ are left out, since they change the sizes of the gradients alone, or nearly so.
 Legend: V entries of the vocabulary, H hidden size, T tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def stream_gradients(
     ]
     for block in built.blocks(backwards=True):
         own = inputs.pop()
-        yield block.index, _factor(torch.stack([*map(_unit_moments, gradients)]).sum(0))
+        yield block.index, _factor(_unit_moments(gradients))
         sequences = (batch.part(slice(i, i + 1)) for batch in own for i in range(batch.shape[0]))
         for number, (sequence, gradient) in enumerate(zip(sequences, gradients, strict=True)):
             gradients[number] = _limited(_backwards(block, sequence, gradient))
@@ -130,10 +130,14 @@ def _limited(gradients: Tensor) -> Tensor:
     return gradients / torch.maximum(median, size / LONGEST)
 
 
-def _unit_moments(gradients: Tensor) -> Tensor:
-    """``sum_t g_t g_t^T / |g_t|^2 [H, H]``."""
-    unit = normalize(gradients.flatten(0, -2), dim=1, eps=1e-30)
-    return unit.T @ unit
+def _unit_moments(gradients: Sequence[Tensor]) -> Tensor:
+    """``sum_t g_t g_t^T / |g_t|^2 [H, H]`` of the tokens of all sequences."""
+    hidden = gradients[0].shape[-1]
+    moments = gradients[0].new_zeros(hidden, hidden)
+    for sequence in gradients:
+        unit = normalize(sequence.flatten(0, -2), dim=1, eps=1e-30)
+        moments += unit.T @ unit
+    return moments
 
 
 def _factor(moments: Tensor) -> Tensor:
