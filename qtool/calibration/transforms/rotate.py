@@ -52,7 +52,7 @@ from qtool.models.family import Family
 
 #: bytes of weights, in 16 bits, from which the rotation of the residual stream is learned; if its
 #: readers have more, only every n-th row and every n-th token of their inputs is used
-LARGEST = 10 << 30
+LARGEST = 5 << 30
 
 
 @dataclass(kw_only=True)
