@@ -50,12 +50,16 @@ class Documents:
     read: Callable[[], Sequence[Row]]
 
 
+#: what data without a name is called
+TEXTS, TOKEN_IDS, DATA_SET = UNNAMED = "texts", "token ids", "data set"
+
+
 @dataclass(frozen=True)
 class TokenIds:
     """Token ids: 1-D for a text, 2-D for windows, one a row."""
 
     ids: Tensor
-    name: str = "token ids"
+    name: str = TOKEN_IDS
 
     @property
     def sha256(self) -> str:
@@ -77,7 +81,7 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
         return _data_set(given)
     given = plain(given)
     if all(isinstance(text, str) for text in given):
-        return _documents("texts", list(given))  # type: ignore[arg-type]
+        return _documents(TEXTS, list(given))  # type: ignore[arg-type]
     if all(type(number) is int for number in given):
         return _token_ids(_tensor(given))
     if all(isinstance(row, Sequence) and not isinstance(row, str) for row in given):
@@ -127,8 +131,8 @@ def _data_set(given: Any) -> Documents:
         )
     rows = given.select_columns(columns)
     return _documents(
-        "data set",
-        [text_files.content_of(row, "data set") if row[columns[0]] else "" for row in rows],
+        DATA_SET,
+        [text_files.content_of(row, DATA_SET) if row[columns[0]] else "" for row in rows],
     )
 
 

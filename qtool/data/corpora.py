@@ -39,6 +39,7 @@ Rows = tuple[int, int | None]  # the first row, and the one after the last
 WHOLE: Rows = (0, None)
 #: most characters of a path to a file that does not exist; a longer string is a text
 LONGEST = 255
+BLANK_LINE = "\n\n"
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -49,6 +50,7 @@ class Source:
     local: tuple[tuple[str, Rows], ...]
     hub: dict[str, Any] = field(default_factory=dict)  # arguments of datasets.load_dataset
     rows: Rows = WHOLE  # rows of the hub's data set
+    between: str = BLANK_LINE  # what stands between two documents
 
 
 def _whole(*patterns: str) -> tuple[tuple[str, Rows], ...]:
@@ -88,6 +90,7 @@ def _c4(split: str, published: str, shards: int, rows: Rows) -> Source:
             "streaming": True,
         },
         rows=rows,
+        between=" " if split == TEST else BLANK_LINE,  # as in the GPTQ scripts
     )
 
 
@@ -117,11 +120,12 @@ class Corpus:
     name: str
     origin: str
     documents: list[str]
+    between: str = BLANK_LINE
 
     @property
     def text(self) -> str:
         """The text that is tokenized."""
-        return joined(self.documents)
+        return joined(self.documents, self.between)
 
     @property
     def sha256(self) -> str:
@@ -129,13 +133,13 @@ class Corpus:
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
-def joined(documents: Iterable[str]) -> str:
-    """``documents`` as one text, with blank lines between them.
+def joined(documents: Iterable[str], between: str = BLANK_LINE) -> str:
+    """``documents`` as one text, with blank lines (or ``between``) between them.
 
     Single halves of surrogate pairs become U+FFFD: a cut string in JSON may hold them, and no
     tokenizer takes them.
     """
-    return SURROGATE.sub("\ufffd", "\n\n".join(documents))
+    return SURROGATE.sub("\ufffd", between.join(documents))
 
 
 def is_corpus(source: str) -> bool:
@@ -160,12 +164,13 @@ def load(source: str, *, split: str, data_dir: str | Path | None = None) -> Corp
     if directory:
         for pattern, rows in wanted.local:
             for path in sorted(directory.glob(pattern))[:1]:
-                return Corpus(source, str(path), text_files.read(path, rows))
+                return Corpus(source, str(path), text_files.read(path, rows), wanted.between)
     if not wanted.hub:
         raise QtoolError(
             f"{DEMO} lacks {wanted.local[0][0]}: this installation of qtool is incomplete"
         )
-    return Corpus(source, f"hub:{wanted.hub['path']}", _download(source, split, wanted))
+    documents = _download(source, split, wanted)
+    return Corpus(source, f"hub:{wanted.hub['path']}", documents, wanted.between)
 
 
 def require_file(source: str) -> Path:

@@ -145,11 +145,11 @@ def evaluate_checkpoints(
         require_kv(kv)
     if as_export is not None:
         require_runs(as_export)
-        if kv is not None or save:
-            other = "--save" if save else f"--kv {kv}"
+        if kv is not None or save or deterministic:
+            other = "--save" if save else f"--kv {kv}" if kv else "--deterministic"
             raise QtoolError(
-                f"--as-export {as_export} goes without {other}: it is not what the native model"
-                " computes"
+                f"--as-export {as_export} goes without {other}: it is what transformers computes,"
+                " not the native model"
             )
     settings = _Settings(
         tasks, str(device), dtype, engine, tensor_parallel, store if save else None, options

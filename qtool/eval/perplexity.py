@@ -1,9 +1,9 @@
 """Perplexity by the rules of the GPTQ and AWQ papers' scripts, so that numbers are comparable.
 
-Documents are joined by blank lines and tokenized at once; if the tokenizer adds a BOS, it is there
-once, at the start. The tokens are cut into non-overlapping windows of ``seqlen`` tokens (at most
-the model's context), and the last, partial window is dropped. A window of s tokens is predicted
-from its own start, so it scores s - 1 tokens:
+Documents are joined by blank lines (C4's by spaces) and tokenized at once; if the tokenizer adds a
+BOS, it is there once, at the start. The tokens are cut into non-overlapping windows of ``seqlen``
+tokens (at most the model's context), and the last, partial window is dropped. A window of s tokens
+is predicted from its own start, so it scores s - 1 tokens:
 
     perplexity = exp( sum over windows and tokens of -log p(token | its window so far) / tokens )
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qtool import progress
 from qtool.data import corpora
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError, in_one_line, suggest
 from qtool.eval import demo_choice, local_tasks
 from qtool.eval.deterministic import arithmetic
 from qtool.eval.engine import Model, engine_name
@@ -155,7 +155,11 @@ def _from_lm_eval(name: str, data_dir: str | Path | None) -> list[Any]:
     try:
         with hub.access():
             loaded = index.load([name])
-    except Exception as error:  # datasets, a task's own code or a missing package raise anything
+    except ImportError as error:
+        raise QtoolError(
+            f"task {name} needs a package that is not installed: {in_one_line(error)}"
+        ) from error
+    except Exception as error:  # datasets and a task's own code raise anything
         state = hub.why_not(error)
         raise QtoolError(
             f"the data of task {name} is not here and cannot be downloaded ({state}): put it, as "

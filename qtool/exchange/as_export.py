@@ -7,7 +7,8 @@ rule, which vLLM's kernels follow, takes ``max|x| / 127`` in float32 and adds in
     s = max|x| / 127.5        Q = clamp(rne(x / s), -128, 127)        x' = Q s
 
 Keys and values of a calibrated kv8 cache are rounded to the export's fp8, with one scale for the
-keys and one for the values of a block. If an export is loaded with
+keys and one for the values of a block, but only where the library finds the cache: from
+transformers 5.24 on it does not. If an export is loaded with
 ``CompressedTensorsConfig(dequantize=True)``, its weights are rounded to the dtype of its scales and
 nothing else is quantized.
 """
@@ -32,7 +33,7 @@ from qtool.format import native_format
 from qtool.io.model_directory import directory_of
 from qtool.io.source import read_config
 from qtool.models import family_of
-from qtool.models.cache_argument import CACHE
+from qtool.models.cache_argument import CACHE, OLDER
 from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.kv_cache import unquantize_kv
 from qtool.runtime.linear import QuantLinear
@@ -92,7 +93,8 @@ def load_as_export(
         loaded.set_submodule(name, _exported(linear, target, loaded.dtype, dequantize))
     if native.kv is not None:
         unquantize_kv(loaded)
-    if keeps_kv_scales(target, native.kv, family_of(config)) and not dequantize:
+    found = CACHE == OLDER  # compressed-tensors 0.20 looks for a cache of this name alone
+    if found and not dequantize and keeps_kv_scales(target, native.kv, family_of(config)):
         for attention in [module for module in loaded.modules() if hasattr(module, SCALES[0])]:
             stored = target.kv_tensors(*(attention.get_buffer(scale) for scale in SCALES))
             scales = [scale.to(loaded.dtype) for scale in stored.values()]

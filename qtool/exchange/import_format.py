@@ -16,7 +16,7 @@ from qtool.errors import QtoolError
 from qtool.exchange.export_format import size_text
 from qtool.exchange.formats.affine import W4A16_GROUP_SIZES, Affine
 from qtool.io.source import Checkpoint
-from qtool.models.architecture import dtype_name
+from qtool.models.architecture import DTYPES, dtype_name
 
 #: the schemes of imported linears: SYMMETRIC if all zero points are 8, else ZERO_POINTS
 SYMMETRIC, ZERO_POINTS = "w4a16", "w4a8-qoq"
@@ -124,6 +124,11 @@ def grid_of(source: Checkpoint, foreign: ImportFormat, name: str, shape: tuple[i
             f"{name}.{foreign.scales}: shape {list(scales.shape)} is not that of a weight "
             f"[{n}, {k}]; {INSTEAD}"
         )
+    if scales.dtype not in DTYPES.values():
+        raise QtoolError(
+            f"{name}.{foreign.scales}: {dtype_name(scales.dtype)} found, one of "
+            f"{', '.join(DTYPES)} expected; {INSTEAD}"
+        )
     size = None if groups == 1 else k // groups
     if size not in W4A16_GROUP_SIZES:
         listed = ", ".join(map(size_text, W4A16_GROUP_SIZES))
@@ -133,6 +138,12 @@ def grid_of(source: Checkpoint, foreign: ImportFormat, name: str, shape: tuple[i
         order = _order(name, source.read(f"{name}.{foreign.group_index}"), k, groups)
     bad = 0
     if f"{name}.{foreign.zeros}" in source:
+        stored = source.entry(f"{name}.{foreign.zeros}")
+        if stored.dtype != torch.int32 or stored.nbytes != n * groups // 2:
+            raise QtoolError(
+                f"{name}.{foreign.zeros}: {dtype_name(stored.dtype)} {list(stored.shape)} found, "
+                f"int32 words of {n} x {groups} zero points expected; {INSTEAD}"
+            )
         zero = foreign.read_zeros(source.read(f"{name}.{foreign.zeros}"), n, groups)
         bad = int((zero != 8).sum())
     if bad and size is not None:

@@ -152,7 +152,7 @@ def native_format(config: Mapping[str, Any]) -> CheckpointFormat:
     Raises:
         QtoolError: the model is not quantized, or not by qtool.
     """
-    if "quantization_config" not in config:
+    if not config.get("quantization_config"):
         raise QtoolError("the model is not quantized: config.json has no quantization_config")
     return CheckpointFormat.from_dict(config["quantization_config"])
 
@@ -198,6 +198,8 @@ def _rule(rule: dict[str, Any]) -> Rule:
     if not rule["scheme"]:
         return Rule(match, None)
     linear_format = LinearFormat(**rule)
+    if not isinstance(linear_format.group_size, int | None):
+        raise TypeError(f"group_size {linear_format.group_size!r}")
     if str(linear_format.scale_dtype) not in DTYPES:
         raise ValueError(f"scale_dtype {linear_format.scale_dtype!r}")
     _require_registered(SCHEMES, linear_format.scheme, "scheme")

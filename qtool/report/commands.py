@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from qtool import recipes
+from qtool.data.calibration_input import UNNAMED
 from qtool.data.corpora import SOURCES
 from qtool.errors import QtoolError
 from qtool.eval.perplexity import SEQLEN
@@ -14,6 +15,8 @@ from qtool.recipes import LayerRule
 from qtool.report.data import Quality, Report
 
 RECIPE = "recipe.yaml"
+#: stands for calibration data that were given in Python
+FILE = "FILE"
 #: tasks in the command if nothing has been evaluated yet
 TASKS = "wikitext2 piqa"
 
@@ -46,7 +49,8 @@ def _quantize(report: Report, base: str) -> str:
     for key in ("text", "samples", "seqlen", "seed", "windows"):
         if key in calibration:
             option = "calib" if key == "text" else key
-            found += f" --{option} {shlex.quote(str(calibration[key]))}"
+            value = FILE if key == "text" and calibration[key] in UNNAMED else calibration[key]
+            found += f" --{option} {shlex.quote(str(value))}"
     if quantization.get("kv") and not file:
         found += f" --kv {quantization['kv']}"
     if adapter := record.get("source", {}).get("adapter"):
@@ -74,6 +78,10 @@ def evaluations(rows: Sequence[Quality], directory: str, base: str) -> list[str]
         options += [f"--seqlen {fact['seqlen']}"] if fact.get("seqlen", SEQLEN) != SEQLEN else []
         options += [f"--{name} {fact[name]}" for name in ("kv", "dtype") if name in fact]
         options += ["--deterministic"] if fact.get("deterministic") else []
+        if fact.get("engine"):
+            options += ["--engine vllm"]
+        elif fact.get("device", "cpu") != "cpu":
+            options += [f"--device {fact['device']}"]
         tasks = by_options.setdefault(" ".join(options), [])
         is_file = result.kind == "perplexity" and result.task not in SOURCES
         if (task := shlex.quote(result.origin if is_file else fact["task"])) not in tasks:

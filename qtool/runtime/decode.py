@@ -132,6 +132,7 @@ def can_decode_by_graphs(model: PreTrainedModel) -> bool:
         and not getattr(config, "num_kv_shared_layers", None)
         and not getattr(config, "attention_chunk_size", None)
         and any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
+        and not getattr(config, "is_heterogeneous", False)  # sizes of its own for each layer
         and Heads.of(config).dim % 8 == 0
         and Heads.of(config).dim <= 256
         and model.dtype in HALF

@@ -130,7 +130,7 @@ def _can_be_grouped(experts: SeparateExperts) -> bool:
 
     stacked: Any = experts.stacked
     gate = getattr(stacked, "_apply_gate", None)
-    silu_up = type(stacked.act_fn).__name__ in SILU and (
+    silu_up = type(getattr(stacked, "act_fn", None)).__name__ in SILU and (
         gate is None or gate.__name__ == "_default_apply_gate"
     )
     if not (silu_up and is_routed(stacked) and Form.of(stacked).gate):

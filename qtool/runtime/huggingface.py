@@ -17,6 +17,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qtool import plugins
+from qtool.errors import QtoolError
 from qtool.format import QUANT_METHOD, WEIGHTS_FIELD, CheckpointFormat
 from qtool.io.integrity import require_intact
 from qtool.models import family_of
@@ -125,6 +126,11 @@ def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
     """Put an empty QuantLinear (on the linear's device) wherever ``format`` says so."""
     config = model.config.get_text_config(decoder=True)
     family = family_of(model.config)
+    if not _has(model, family.blocks):  # AutoModel leaves the head out, and its prefix
+        raise QtoolError(
+            f"{type(model).__name__} has no {family.blocks}: load a native checkpoint as a causal "
+            "language model (AutoModelForCausalLM)"
+        )
     for name in family.all_linears(family.settings(config.to_dict())):
         linear, linear_format = model.get_submodule(name), format.of(name)
         if linear_format is None or not isinstance(linear, nn.Linear):
@@ -139,6 +145,15 @@ def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
             device=linear.weight.device,
         )
         model.set_submodule(name, quantized)
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Whether ``model`` has a submodule ``name``."""
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
 
 
 def quantized_linears(model: nn.Module) -> dict[str, QuantLinear]:

@@ -170,9 +170,8 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
     Raises:
         QtoolError: an unknown architecture or quantizer, or one that cannot hold the model's heads.
     """
-    config, decoder = model.config.get_text_config(decoder=True), model.get_decoder()
-    family = family_of(model.config)
-    scales = kv_tensors(kv, family, Heads.of(config))
+    decoder, family = model.get_decoder(), family_of(model.config)
+    scales = kv_tensors(kv, family, Heads.of(family.settings(model.config.to_dict())))
     for attention in _attentions(decoder, family):
         for name, spec in scales.items():
             attribute = name.rpartition(".")[2]

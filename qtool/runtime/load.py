@@ -20,6 +20,7 @@ from qtool.io.integrity import require_intact
 from qtool.io.model_directory import resolve
 from qtool.io.source import Checkpoint, plain_config, read_config
 from qtool.io.source_names import as_on_disk
+from qtool.models import family_of
 from qtool.models.architecture import require_dtype
 from qtool.models.auto import auto_class, config_of, float_config
 from qtool.models.torch_defaults import torch_defaults
@@ -105,9 +106,18 @@ def load_tensors(
     return _made_fast(loaded.eval())
 
 
+def _is_known(config: Any) -> bool:
+    """Whether qtool knows the architecture of transformers' ``config``."""
+    try:
+        family_of(config)
+    except QtoolError:
+        return False
+    return True
+
+
 def _made_fast(model: PreTrainedModel) -> PreTrainedModel:
-    """``model``, rewritten for speed if it is on a CUDA device."""
-    if model.device.type == "cuda":
+    """``model``, rewritten for speed if it is on a CUDA device and of a known architecture."""
+    if model.device.type == "cuda" and _is_known(model.config):
         fuse_norms(model)
         group_experts(model)
         merge_linears(model)

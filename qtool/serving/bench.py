@@ -163,7 +163,7 @@ def bench_model(
     Raises:
         QtoolError: as :func:`bench_serve`, or a batch or a memory that is no positive number.
     """
-    if not all(batch.isdigit() and int(batch) for batch in batches):
+    if not all(batch.isdecimal() and int(batch) for batch in batches):
         raise QtoolError(
             f"bench serve: --batches {','.join(batches)!r}: positive numbers separated by commas"
             " are expected"
@@ -174,6 +174,10 @@ def bench_model(
     rows = list(
         bench_serve(resolve(model), against=against, batches=sizes, memory=memory, **options)
     )
+    if not rows:
+        raise QtoolError(
+            f"bench serve: --batches {','.join(batches)}: no engine has room for any of them"
+        )
     return as_dicts(rows), table(rows)
 
 
@@ -181,7 +185,7 @@ def table(rows: Sequence[Served]) -> str:
     """Rows by batch and engine, with each step's time over the first engine's."""
     first = {row.batch: row.step_ms for row in reversed(rows) if row.engine == rows[0].engine}
     lines = [
-        (row.engine, str(row.batch), f"{row.step_ms:.2f}", f"{row.step_ms / first[row.batch]:.2f}",
+        (row.engine, str(row.batch), f"{row.step_ms:.2f}", _over(row, first),
          f"{row.prefill:,.0f}", f"{row.request:,.0f}")
         for row in sorted(rows, key=lambda row: row.batch)
     ]  # fmt: skip
@@ -194,6 +198,11 @@ def table(rows: Sequence[Served]) -> str:
         "request tok/s",
     )
     return render(head, lines)
+
+
+def _over(row: Served, first: dict[int, float]) -> str:
+    """The step's time over the first engine's; that one may have had no room for the batch."""
+    return f"{row.step_ms / first[row.batch]:.2f}" if row.batch in first else "-"
 
 
 def as_dicts(rows: Sequence[Served]) -> list[dict[str, Any]]:

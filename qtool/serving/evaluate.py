@@ -8,6 +8,7 @@ with torch.compile, CUDA graphs and its own cache, on any number of GPUs.
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -34,9 +35,15 @@ CACHED_WINDOWS = 8
 
 
 def cache_bytes(config: Any, tokens: int) -> int:
-    """A size of the KV cache for :data:`CACHED_WINDOWS` of ``tokens``, a GiB at least."""
-    heads = Heads.of(config)
-    token = 2 * config.num_hidden_layers * heads.kv * heads.dim * 4
+    """A size of the KV cache for :data:`CACHED_WINDOWS` of ``tokens``, a GiB at least.
+
+    ``config`` is transformers'; the layers of a model may differ, or have no attention.
+    """
+    settings = SimpleNamespace(**config.to_dict())
+    if not getattr(settings, "num_attention_heads", None):
+        return 1 << 30
+    heads = Heads.of(settings)
+    token = 2 * settings.num_hidden_layers * heads.kv * heads.dim * 4
     return max(1 << 30, CACHED_WINDOWS * tokens * token)
 
 

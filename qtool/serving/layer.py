@@ -88,9 +88,19 @@ class PackedLinear:
         if self.permuted:
             stored["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
             self.axes = self.axes | {"permutation": Axes(None, 0, Fraction(1))}
+        self._require_one_part_each()
         for name, spec in stored.items():
             layer.register_parameter(
                 name, self._parameter(name, spec, TrackedLoader(weight_loader))
+            )
+
+    def _require_one_part_each(self) -> None:
+        """Refuse tensors of whole linears in a layer that the engine loads in other parts."""
+        alone = [name for name, axis in self.axes.items() if axis.output is None]
+        if alone and 1 < len(self.names) != len(self.outputs):
+            raise QtoolError(
+                f"{self.name}: its {alone[0]} is stored for each of {len(self.names)} linears, and "
+                f"the engine loads them in {len(self.outputs)} parts: leave them in 16 bits"
             )
 
     def _parameter(self, name: str, spec: Tensor, loader: "TrackedLoader") -> Any:
@@ -119,10 +129,10 @@ class PackedLinear:
         Raises:
             QtoolError: for a tensor that the checkpoint did not have, or a scale of NaN or Inf.
         """
-        stored = {}
+        stored, parts = {}, len(self.outputs) if len(self.names) > 1 else 1
         for name in self.axes:
             parameter = getattr(layer, name)
-            parameter.weight_loader.require(f"{self.name}.{name}", len(self.names))
+            parameter.weight_loader.require(f"{self.name}.{name}", parts)
             stored[name] = parameter.data
             if stored[name].is_floating_point():
                 require_finite(f"{self.name}.{name}", stored[name])
@@ -208,7 +218,7 @@ class OnePerLinear:
 
 
 class TrackedLoader:
-    """A weight loader that knows which linears of a layer it has loaded.
+    """A weight loader that knows which parts of a layer it has loaded.
 
     vLLM does not check that a quantized model was loaded whole.
     """
@@ -223,10 +233,10 @@ class TrackedLoader:
         last = shard[-1] if shard else options.get("loaded_shard_id")
         self.shards.update(last if isinstance(last, tuple) else (last,))
 
-    def require(self, name: str, linears: int) -> None:
-        """Refuse a tensor that the checkpoint lacks for some of the linears, or for all."""
-        if None not in self.shards and len(self.shards) < linears:
+    def require(self, name: str, parts: int) -> None:
+        """Refuse a tensor that the checkpoint lacks for some of the layer's parts, or for all."""
+        if None not in self.shards and len(self.shards) < parts:
             raise QtoolError(
-                f"{name}: {len(self.shards)} of {linears} tensors were loaded; the checkpoint "
+                f"{name}: {len(self.shards)} of {parts} tensors were loaded; the checkpoint "
                 "lacks the rest"
             )

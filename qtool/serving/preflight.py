@@ -45,7 +45,7 @@ def require_servable(
         QtoolError: naming what does not fit; one sentence.
     """
     config = read_config(directory)
-    if config.get("quantization_config", {}).get("quant_method") != QUANT_METHOD:
+    if (config.get("quantization_config") or {}).get("quant_method") != QUANT_METHOD:
         return
     linears = PackedLinears(config, native_format(config))
     linears.require_joined()

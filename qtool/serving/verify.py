@@ -183,7 +183,7 @@ def perplexity(scores: Tensor, ours: Answer) -> Verified:
 
 def continuations(tokens: list[list[int]], ours: Answer) -> Verified:
     """One row for the greedy tokens ``[P, T]`` after all prompts."""
-    noise, equal, sure = float(ours.noise.max()), 0, []
+    noise, equal, sure = float(ours.noise.abs().max()), 0, []
     for row, (theirs, mine, gaps) in enumerate(zip(tokens, ours.tokens, ours.gaps, strict=True)):
         pairs = enumerate(zip(mine, theirs, strict=True))
         parted = next((at for at, (a, b) in pairs if a != b), None)
@@ -210,7 +210,7 @@ def our_answer(directory: Path, prompts: list[list[int]], tokens: int) -> Answer
     exact = _our_scores(text_model(float_model), ids)
     if device == "cuda":
         torch.cuda.empty_cache()
-    return Answer(scores, continued, gaps, (scores - exact).abs())
+    return Answer(scores, continued, gaps, scores - exact)
 
 
 def greedy_continuations(

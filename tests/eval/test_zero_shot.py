@@ -390,6 +390,15 @@ def test_unknown_and_unreachable_tasks(tokenizer, data_dir, monkeypatch, tmp_pat
     assert "\n" not in str(caught.value)
 
 
+def test_a_package_that_a_task_lacks_is_named(tokenizer, monkeypatch):
+    def load(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'langdetect'")
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager.load", load)
+    with pytest.raises(QtoolError, match=r"piqa needs a package .* No module named 'langdetect'"):
+        zero_shot.load("piqa", tokenizer)
+
+
 @pytest.mark.data
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
 @pytest.mark.parametrize(

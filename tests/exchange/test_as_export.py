@@ -19,7 +19,6 @@ from qtool.exchange.export_format import SIXTEEN_BIT, TOKEN_INT8
 from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.io.model_directory import DEMO
 from qtool.io.source import Checkpoint
-from qtool.models.cache_argument import CACHE, OLDER
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
@@ -125,8 +124,6 @@ def test_in_another_dtype_than_the_files(
 def test_the_cache_is_the_exports(
     variant: str, dequantize: bool, kv: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
-    if kv == "kv8" and not dequantize and CACHE != OLDER:
-        pytest.skip("compressed-tensors 0.20 looks for the cache under its older name alone")
     native = quantized(make_model(variant, dtype=torch.bfloat16), "w4a16", 32, kv)
     out = export(native, "compressed-tensors", tmp_path / "out").directory
     assert_equal(native, "compressed-tensors", out, dequantize=dequantize, dtype=torch.bfloat16)
@@ -195,3 +192,8 @@ def test_eval_as_an_export(tmp_path: Path) -> None:
     assert "goes without --kv kv4" in run("--as-export", "compressed-tensors", "--kv", "kv4")[1]
     assert "goes without --save" in run("--as-export", "compressed-tensors", "--save")[1]
     assert "transformers runs no awq" in run("--as-export", "awq")[1]
+
+
+def test_only_transformers_own_arithmetic_is_evaluated() -> None:
+    with pytest.raises(QtoolError, match="--as-export compressed-tensors goes without --determ"):
+        qtool.evaluate(DEMO, "demo", as_export="compressed-tensors", deterministic=True)

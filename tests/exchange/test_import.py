@@ -443,6 +443,10 @@ def test_configs_that_do_not_fit(changes: dict[str, Any], message: str, gptq: Pa
 def test_a_bad_scale(gptq: Path) -> None:
     change_tensor(gptq, "model.layers.1.mlp.up_proj.scales", torch.zeros_like)
     refused(gptq, "layers.1.mlp.up_proj: invariant scale finite and not 0", CheckFailed)
+    for dtype in (torch.float64, torch.int32, torch.float8_e4m3fn):
+        change_tensor(gptq, "model.layers.1.mlp.up_proj.scales", lambda t, d=dtype: t.to(d))
+        found = str(dtype).removeprefix("torch.")
+        refused(gptq, f"up_proj.scales: {found} found, one of .*float16.* expected")
 
 
 def test_other_group_sizes(gptq: Path) -> None:
@@ -520,6 +524,8 @@ QKV = "model.layers.0.self_attn.q_proj"
             lambda t: t.float(),
             r"torch.float32 .* found; int32 words \[16, 128\] of 128 x 128 codes",
         ),
+        (f"{QKV}.qzeros", lambda t: t[:, :-1], r"int32 \[4, 15\] found, int32 words of 128 x 4"),
+        (f"{QKV}.qzeros", lambda t: t.short(), r"int16 \[4, 16\] found, int32 words of 128 x 4"),
         (f"{QKV}.qweight", lambda t: t[:-1], r"\[15, 128\] found; int32 .* original model"),
         (f"{QKV}.qweight", lambda t: t.view(128, 16), r"\[128, 16\] found; int32 words \[16"),
     ],

@@ -59,6 +59,8 @@ GPTQ = recipes.parse(
     },
     "test",
 )
+#: with no inputs of all blocks for gradients
+ALIKE = replace(GPTQ, rounding=Step("gptq", {"residual": 0, "output_hessian": False}))
 LQQ = {"layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}]}
 DISTILLED = {
     "layers": [{"match": ".*", "scheme": "w4a8-lqq", "group_size": 64}],
@@ -192,7 +194,7 @@ def test_smoothing_tries_the_weights_of_its_groups(
 def test_what_a_rotation_learns_from_is_gone_when_activations_are_kept() -> None:
     """Rows of all layers count in what learning holds, not beside the activations."""
     cuda, held = torch.device("cuda"), {}
-    for layers in (10, 20):
+    for layers in (6, 12):
         job = Job.of(config_of("llama-2-7b", layers), recipes.load("w4a8-lqq", "best"))
         planned = plan(job, samples=128, seqlen=2048, device_memory=80e9)
         working, learning = (
@@ -201,7 +203,7 @@ def test_what_a_rotation_learns_from_is_gone_when_activations_are_kept() -> None
         )
         held[layers] = working, learning
         assert planned.device_bytes >= max(working + planned.activation_bytes, learning)
-    assert held[10][0] == held[20][0] and held[10][1] < held[20][1]
+    assert held[6][0] == held[12][0] and held[6][1] < held[12][1]
     fast = Job.of(config_of("llama-2-7b"), recipes.load("w4a8-lqq", "paper"))
     assert learning_bytes(fast, 2048, cuda) == 0
 
@@ -445,7 +447,7 @@ def test_searches_are_planned_in_the_turns_that_run(
 
 
 def test_where_activations_go_is_planned() -> None:
-    job = Job.of(config_of("llama-2-70b"), GPTQ)
+    job = Job.of(config_of("llama-2-70b"), ALIKE)
     roomy, tight = plan(job, host_memory=64e9), plan(job, device_memory=23e9, host_memory=64e9)
     assert (roomy.place, tight.place) == ("device", "both")
     assert roomy.activation_bytes == tight.activation_bytes == 128 * 2048 * 8192 * 2
@@ -465,8 +467,20 @@ def test_windows_are_planned_up_to_the_context() -> None:
 
 
 def test_host_and_device_memory_do_not_grow_with_depth() -> None:
-    few, many = (plan(Job.of(config_of("llama-2-70b", layers), GPTQ)) for layers in (4, 80))
+    few, many = (plan(Job.of(config_of("llama-2-70b", layers), ALIKE)) for layers in (4, 80))
     assert (few.host_bytes, few.device_bytes) == (many.host_bytes, many.device_bytes)
+
+
+def test_the_inputs_that_gradients_need_are_planned_where_there_is_room() -> None:
+    """Those of all blocks, for a few windows; the rest is the same with more blocks."""
+    job, deeper = (Job.of(config_of("llama-2-70b", layers), GPTQ) for layers in (80, 160))
+    inputs = 2 * LEARNING_SEQUENCES * 2048 * 8192  # of a block, in 16 bits
+    roomy, deep = (plan(one, host_memory=64e9) for one in (job, deeper))
+    assert deep.device_bytes - roomy.device_bytes == 80 * inputs
+    tight = plan(job, device_memory=23e9, host_memory=64e9)
+    moved = roomy.device_bytes - tight.device_bytes
+    assert 0 < moved == tight.host_bytes - roomy.host_bytes < 80 * inputs
+    assert tight.device_bytes <= DEVICE_SHARE * 23e9
 
 
 def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:

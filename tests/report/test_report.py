@@ -303,6 +303,8 @@ def test_the_commands_say_all_that_was_asked(base, tmp_path):
         f"qtool eval wikitext2 piqa --model '{out}' --compare acme/Tiny --save",
         f"qtool report '{out}' --compare acme/Tiny",
     ]
+    found.provenance["calibration"] = {"text": "texts", "samples": 2}
+    assert "--calib FILE --samples 2 " in report_commands.commands(found)[0]
     found.provenance["imported from"] = {"format": "GPTQ"}
     assert report_commands.commands(found)[0].startswith(f"qtool import acme/Tiny --out '{out}'")
 
@@ -388,6 +390,8 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
         ("u", {"limit": 9}),
         ("v", {"seqlen": 64}),
         ("t", {"limit": 9, "kv": "kv4", "dtype": "float32", "deterministic": True}),
+        ("u", {"device": "cuda", "limit": 9}),
+        ("u", {"device": "cuda", "engine": "vllm 0.26.0", "limit": 9}),
     ):
         result = TaskResult(task, "zero_shot", "f", 9, metric)
         saved.save(quantized, SavedResult(identity, {"task": task} | facts, [result]))
@@ -401,6 +405,8 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
         "qtool eval t u ... --limit 9 --save",
         "qtool eval v ... --seqlen 64 --save",
         "qtool eval t ... --limit 9 --kv kv4 --dtype float32 --deterministic --save",
+        "qtool eval u ... --limit 9 --device cuda --save",
+        "qtool eval u ... --limit 9 --engine vllm --save",
     ]
 
 

@@ -45,6 +45,7 @@ from qtool.runtime.range_attention import (
     mask_of,
     ranges_of,
 )
+from tests.models.tiny import tiny_config
 from tests.runtime.test_merge import llama, with_kernels  # noqa: F401  (a fixture)
 
 SIZES = {
@@ -279,6 +280,8 @@ def test_architectures_that_do_more_than_attend_to_a_range_are_left_alone() -> N
     assert "generate" not in vars(capped)
     wide = model_of(LlamaConfig).float()
     assert not graph_decoding(wide)
+    other_heads = AutoModelForCausalLM.from_config(tiny_config("gemma4_text")).bfloat16()
+    assert not graph_decoding(other_heads)  # each layer has its own
 
 
 def test_masks_and_ranges() -> None:

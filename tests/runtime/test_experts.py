@@ -18,6 +18,7 @@ from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load, load_as_stored
 from qtool.runtime.merge import merge_linears
 from tests.conftest import on_hopper
+from tests.models.tiny import save_tiny
 from tests.runtime.test_decode import recorded  # noqa: F401  (a fixture)
 from tests.runtime.test_merge import with_kernels  # noqa: F401  (a fixture)
 
@@ -216,3 +217,11 @@ def test_a_stack_needs_a_kernel_for_all_experts(
     group_experts(torch.nn.ModuleList([experts]))
     assert experts.grouped is None
     assert GroupedExperts.__doc__
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "minimax_m3_vl_text"])
+def test_experts_with_a_gate_of_their_own_stay_apart(kind: str, tmp_path: Path) -> None:
+    qtool.quantize(save_tiny(kind, tmp_path / "m"), "w4a16", recipe="fast", out=tmp_path / "q")
+    model = load_as_stored(tmp_path / "q")
+    group_experts(model)
+    assert stacks(model) and all(experts.grouped is None for experts in stacks(model))

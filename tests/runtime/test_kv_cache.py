@@ -276,6 +276,13 @@ def test_the_cache_of_a_text_model_that_is_no_architecture_of_its_own() -> None:
     assert isinstance(cache, QuantCache) and cache.get_seq_length() == 9
 
 
+@pytest.mark.parametrize("kind", ["gemma4_text", "mamba"])
+def test_a_model_without_heads_of_one_size_has_no_quantized_cache(kind: str) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(kind))
+    with pytest.raises(QtoolError, match="cannot have a quantized KV cache"):
+        quantize_kv(model, "kv4")
+
+
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])
 def test_a_cast_leaves_what_is_stored_as_it_is(kv: str) -> None:
     """Scales of packed linears and of the cache are the checkpoint's; biases and norms follow."""

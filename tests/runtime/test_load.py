@@ -3,20 +3,22 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, XLMConfig
 from transformers.quantizers import auto
 
 from qtool import recipes
 from qtool.errors import CheckFailed, QtoolError
-from qtool.format import NOTICE, QUANT_METHOD, WEIGHTS_FIELD
+from qtool.format import NOTICE, QUANT_METHOD, WEIGHTS_FIELD, native_format
 from qtool.io.source import Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.verify import verify
 from qtool.runtime.huggingface import dequantized, quantized_linears
-from qtool.runtime.load import load, load_tokenizer
+from qtool.runtime.load import _made_fast, load, load_tokenizer
 from tests.conftest import save_model
 
 TOKENS = torch.arange(3, 19)[None]
@@ -135,7 +137,7 @@ def test_a_device_may_be_torch_s(native: Path) -> None:
         load(native, device=None)
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "tpu", "cuda:x"])
+@pytest.mark.parametrize("device", ["cuda:99", "tpu", "cuda:x", "cpu:", "cpu:²"])
 def test_a_device_that_is_not_there(device: str, native: Path) -> None:
     for use in (lambda: load(native, device=device), lambda: list(verify(native, device=device))):
         with pytest.raises(QtoolError, match=f"device '{device}': "):
@@ -152,3 +154,24 @@ def test_a_checkpoint_in_which_nothing_is_quantized_is_a_problem(copy: Path) -> 
 
     save_file({"model.embed_tokens.weight": torch.zeros(2)}, copy / "model.safetensors")
     assert "no linear is packed" in " ".join(row.problem for row in verify(copy))
+
+
+def test_the_model_without_its_head_is_refused_in_a_sentence(native: Path) -> None:
+    with pytest.raises(QtoolError, match=r"LlamaModel has no model.layers: .*AutoModelForCausalLM"):
+        AutoModel.from_pretrained(native)
+
+
+def test_an_unknown_architecture_is_left_as_transformers_made_it() -> None:
+    model = SimpleNamespace(device=torch.device("cuda"), config=XLMConfig())
+    assert _made_fast(model) is model  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("damage", [None, {"group_size": [64]}])
+def test_a_damaged_quantization_config_is_a_sentence(damage: Any, copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    if damage:
+        config["quantization_config"]["rules"][0] |= damage
+    else:
+        config["quantization_config"] = None
+    with pytest.raises(QtoolError, match=r"not quantized|damaged: TypeError"):
+        native_format(config)

@@ -93,6 +93,24 @@ def test_short_runs_are_repeated_and_long_ones_are_not() -> None:
     assert bench.least(lambda: next(long), 3) == bench.PATIENCE
 
 
+def test_a_batch_that_only_a_baseline_has_room_for_stands_in_the_table() -> None:
+    ours, other = (
+        bench.Served(name, batch, 4.0, 10.0, 5.0) for name, batch in (("q", 1), ("b", 2))
+    )
+    assert bench.table([ours, other]).splitlines()[-1].split()[:4] == ["b", "2", "4.00", "-"]
+
+
+def test_no_batch_that_any_engine_has_room_for(
+    native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_measure_elsewhere", lambda *_: [])
+    monkeypatch.setattr(bench, "require_vllm", lambda directory, count: None)
+    with pytest.raises(QtoolError, match="no engine has room for any of them"):
+        bench.bench_model(str(native()), against=["fp8"], batches=["1"], memory=None)
+    with pytest.raises(QtoolError, match="positive numbers"):
+        bench.bench_model(str(native()), against=["fp8"], batches=["²"], memory=None)
+
+
 def test_an_engine_that_stops_is_named() -> None:
     with pytest.raises(QtoolError, match=r"^fp8: vLLM stopped with status 1"):
         bench._measure_elsewhere("fp8", {"model": "nowhere"})

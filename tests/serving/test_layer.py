@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.schemes import get
 from qtool.schemes.arithmetic.online_hadamard import rotate
 from qtool.schemes.base import Params
-from qtool.serving.layer import PackedLinear, ParameterTypes
+from qtool.serving.layer import PackedLinear, ParameterTypes, TrackedLoader
 from tests.serving.conftest import FORMATS
 
 
@@ -59,3 +60,28 @@ def test_rotated_inputs(scheme: str, layout: str) -> None:
     assert (y - expected).norm() < 4e-3 * expected.norm()  # 16 bits round what is written
     plain, plain_method, _, _ = down(replace(found, rotated=False))
     assert (plain_method.apply(plain, x).float() - expected).norm() > 0.5 * expected.norm()
+
+
+def test_every_part_of_a_layer_must_be_loaded() -> None:
+    """One of two linears may be loaded in three parts."""
+    loader = TrackedLoader(lambda parameter, tensor, shard: None)
+    loader(torch.empty(0), torch.empty(0), (0, 1, 2))
+    with pytest.raises(QtoolError, match=r"layer.qweight: 3 of 4 tensors were loaded"):
+        loader.require("layer.qweight", 4)
+    loader(torch.empty(0), torch.empty(0), 3)
+    loader.require("layer.qweight", 4)
+
+
+def test_a_tensor_of_each_linear_needs_parts_that_are_linears() -> None:
+    def make(scheme: str, parts: int, permuted: bool) -> None:
+        found = LinearFormat(scheme, 128, "dual-mma")
+        method = Method("qkvz", found, ["qkv", "z"], permuted=permuted)
+        sizes = {"input_size": 256, "output_size": 64 * parts, "params_dtype": torch.bfloat16}
+        method.create_weights(
+            nn.Module(), 256, [64] * parts, weight_loader=lambda p, t: None, **sizes
+        )
+
+    make("w4a8-lqq", 4, False)
+    make("w4a8-lqq", 2, True)
+    with pytest.raises(QtoolError, match=r"permutation is stored for each of 2 .* in 4 parts"):
+        make("w4a8-lqq", 4, True)

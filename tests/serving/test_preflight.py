@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +15,12 @@ import qtool
 from qtool.errors import QtoolError
 from qtool.format import native_format
 from qtool.io.source import Checkpoint, read_config
+from qtool.models import family_of
 from qtool.runtime.packed_linears import PackedLinears
+from qtool.serving.evaluate import cache_bytes
 from qtool.serving.preflight import require_gpus, require_servable, require_shares_and_kernels
 from qtool.serving.vllm import engine
-from tests.models.tiny import save_tiny
+from tests.models.tiny import save_tiny, tiny_config
 from tests.serving.conftest import FORMATS, ROTATED, Native, rewritten, rule
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -41,6 +43,28 @@ def test_what_ranks_can_share(native: Native, variant: str) -> None:
     require_servable(native(variant=variant), 2, HOPPER)
     with pytest.raises(QtoolError, match=r"8 attention heads cannot be split over 3 GPUs"):
         require_servable(native(variant=variant), 3, HOPPER)
+
+
+def test_kv_heads_that_gpus_can_not_share() -> None:
+    """Phi-4 has 40 heads and 10 for keys and values."""
+    for kv, ranks, shared in ((10, 2, True), (10, 4, False), (8, 16, True), (12, 8, False)):
+        config = {"model_type": "phi3", "num_attention_heads": 240, "num_key_value_heads": kv}
+        settings = SimpleNamespace(**config, hidden_size=240 * 8, num_hidden_layers=1)
+        family = family_of("phi3")
+        if shared:
+            assert family.tensor_parallel(settings, ranks)
+            continue
+        with pytest.raises(QtoolError, match=f"^{kv} kv heads cannot be split over {ranks} GPUs"):
+            family.tensor_parallel(settings, ranks)
+
+
+def test_latent_projections_are_on_every_gpu() -> None:
+    config = tiny_config("deepseek_v3").to_dict()
+    family = family_of(config)
+    settings = family.settings(config)
+    split = family.at(settings, 0).tensor_parallel(settings, 2)
+    assert split["self_attn.kv_a_proj_with_mqa"] == split["self_attn.q_a_proj"] == (1, 1)
+    assert split["self_attn.q_b_proj"] == (2, 1) and split["self_attn.o_proj"] == (1, 2)
 
 
 def test_shares_that_are_no_tiles_name_the_linear(native: Native) -> None:
@@ -201,3 +225,15 @@ def test_an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, layers, stub)
     with pytest.raises(QtoolError, match=r"vLLM 0.23.1 is installed; .* needs 0.26 or newer"):
         register()
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "mamba"])
+def test_models_whose_layers_differ_or_have_no_attention_have_a_cache_too(kind: str) -> None:
+    assert cache_bytes(tiny_config(kind), 64) == 1 << 30
+
+
+def test_an_error_of_vllm_is_its_last_line_that_says_something() -> None:
+    link = "    For further information visit https://errors.pydantic.dev/2.14/v/less_than_equal"
+    error = ValueError(f"1 validation error\nmemory\n  Input should be at most 1\n{link}\n")
+    assert engine._last_line(error) == "Input should be at most 1"
+    assert engine._last_line(AssertionError()) == "AssertionError"

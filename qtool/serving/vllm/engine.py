@@ -47,11 +47,16 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
     fixed = {"skip_tokenizer_init": True, "disable_log_stats": True, "enable_prefix_caching": False}
     try:
         return LLM(str(directory), **(fixed | options))
-    except (RuntimeError, ValueError) as error:  # a failed start, contradicting options
-        last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+    except (RuntimeError, ValueError, AssertionError) as error:  # a failed start, wrong options
         raise QtoolError(
-            f"vLLM does not load {directory}: {last[0]} (its messages above say more)"
+            f"vLLM does not load {directory}: {_last_line(error)} (its messages above say more)"
         ) from error
+
+
+def _last_line(error: Exception) -> str:
+    """The last line of an error that says what is wrong; pydantic puts a link behind it."""
+    lines = [x.strip() for x in str(error).splitlines() if "https://errors.pydantic.dev" not in x]
+    return next((line for line in reversed(lines) if line), type(error).__name__)
 
 
 def require_vllm(directory: Path, tensor_parallel: int, dtype: torch.dtype | None = None) -> None:
