@@ -179,7 +179,8 @@ ACTIVATIONS = click.option(
 CAST = click.option(
     "--dtype",
     type=FLOATS,
-    help="Dtype of all that is not packed; unchanged by default.",
+    help="Dtype of all that is not packed, but for what transformers keeps in float32; unchanged"
+    " by default.",
 )
 KEEP_UNKNOWN = click.option(
     "--keep-unknown", is_flag=True, help="Copy tensors that the family lacks."

@@ -151,7 +151,7 @@ def test_a_directory_becomes_a_checkpoint(make_model: MakeModel, tmp_path: Path)
     assert done.ratio == done.source_bytes / done.nbytes > 1
     assert len(done.errors) == 14 and all(0 < error < 0.5 for error in done.errors.values())
     worst = max(done.errors, key=done.errors.__getitem__)
-    assert worst in str(done) and str(done).splitlines()[1].startswith("next: qtool eval")
+    assert worst in str(done) and str(done).splitlines()[1] == f"next: qtool verify {out}"
     assert json.loads(json.dumps(done.as_dict()))["directory"] == str(out)
     assert len(linears(qtool.load(done))) == 14
     assert not [row for row in qtool.verify(out) if row.problem]

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from qtool import api, progress
 from qtool.cli import cli, main
 from qtool.errors import CheckFailed, QtoolError, expand_home, require_names
 from qtool.io.integrity import CHANGED
+from qtool.io.model_directory import DEMO
 from qtool.table import render
 from tests.conftest import MakeModel
 
@@ -93,7 +95,12 @@ def test_a_run_ends_with_two_lines(make_model: MakeModel, tmp_path: Path) -> Non
         r"largest relative error of a weight 0\.\d{4} \(model\.layers\.[01]\.\S+\)",
         first,
     )
-    assert second == f"next: qtool eval wikitext2 --model {out} --compare {source}"
+    assert second == f"next: qtool verify {out}"  # without a tokenizer nothing can be evaluated
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, source)
+    done = run("quantize", source, "--scheme", "w4a16", "--out", tmp_path / "b")
+    evaluated = f"next: qtool eval wikitext2 --model {tmp_path / 'b'} --compare {source}"
+    assert done.stdout.splitlines()[1] == evaluated
     assert run("export", out, "--format", "gptq").exit_code == 0
     back = run("import", f"{out}-gptq", "--out", tmp_path / "back")
     first, second = back.stdout.splitlines()

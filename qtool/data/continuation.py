@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 
 from qtool.errors import QtoolError
+from qtool.io.finite import require_all_finite
 from qtool.models.auto import running
 from qtool.models.cache_argument import CACHE
 from qtool.runtime.decode import StaticTokens, graph_cache
@@ -174,8 +175,10 @@ class _Batch:
 
     def require_finite(self) -> None:
         if not self.finite:
+            require_all_finite(dict(self.model.named_parameters()))
             raise QtoolError(
-                "NaN or Inf in the model's logits: it cannot continue the calibration text"
+                "NaN or Inf in the model's logits, though its weights are finite in "
+                f"{self.model.dtype}: it cannot continue the calibration text"
             )
 
 

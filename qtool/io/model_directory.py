@@ -31,6 +31,8 @@ SIDE_FILES = (
 QUANTIZE_CONFIG = "quantize_config.json"
 #: duplicates of the weights, in forms and in folders that other loaders read
 OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors", "original/*"]
+#: patterns of files; each tokenizer has at least one of them
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 def resolve(model: str, *, weights: bool = True, files: list[str] | None = None) -> Path:
@@ -98,6 +100,20 @@ def provenance(directory: Path) -> dict[str, str]:
         return {"directory": directory.name}
     hub_id = name.removeprefix("models--").replace("--", "/")
     return {"directory": hub_id.split("/")[-1], "hub id": hub_id}
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a file of a tokenizer is in ``directory``."""
+    return any(any(directory.glob(name)) for name in TOKENIZERS)
+
+
+def require_tokenizer(directory: Path) -> None:
+    """Refuse a model directory without a tokenizer."""
+    if not has_tokenizer(directory):
+        raise QtoolError(
+            f"{directory}: there is no tokenizer (no {', no '.join(TOKENIZERS)}): copy that of the "
+            "model there"
+        )
 
 
 def no_config(directory: Path) -> str:

@@ -59,9 +59,9 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
             entries[name] = stored.transposed()
     if names := family.experts:
         for block in range(model.blocks):
-            _adopt_experts(
-                entries, model.full(block, names.attribute), model.full(block, names.moe), names
-            )
+            places = (model.full(block, of) for of in (names.attribute, names.moe))
+            attribute, moe = (place.removesuffix(".") for place in places)  # maybe the block itself
+            _adopt_experts(entries, attribute, moe, names)
     if source.adapter:
         ends = {name: entries.get(name) for name in (embedding, head)}
         source.adapter.merge(entries, lambda name: _renamed(name, own_names))

@@ -104,7 +104,7 @@ class Experts:
     """The experts of a mixture (``*`` in names), and the names of the linears within one.
 
     Args:
-        moe: the module that holds router and experts, as checkpoints call it.
+        moe: the module that holds router and experts, as checkpoints call it; "" for the block.
         attribute: transformers' name of that module.
         transposed: transformers' stacks hold inputs before outputs.
         interleaved: rows of gate and up alternate in transformers' stacks.

@@ -94,6 +94,7 @@ class Job(Architecture):
         source_dtype = source_dtype or DTYPES.get(named_dtype(config), torch.float32)
         recipe = for_family(recipe, family)
         job = cls._composed(config, family, recipe, source_dtype, dtype or source_dtype)
+        _require_all_fit(job)
         if job.unties:
             recipe = for_tied_head(recipe, family, job.head_bytes, sum(job.shard_bytes()))
             job = cls._composed(config, family, recipe, source_dtype, dtype or source_dtype)
@@ -102,7 +103,6 @@ class Job(Architecture):
                 f"{recipe.scheme}/{recipe.variant} looks at activations, which {family.name} "
                 f"models cannot give block by block: {family.streamed_only}; pass --recipe fast"
             )
-        _require_all_fit(job)
         notes = (dequantized_note(dequantized),) if dequantized else ()
         return replace(job, source_notes=notes)
 

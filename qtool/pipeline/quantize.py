@@ -24,7 +24,7 @@ from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.architecture import TEXT_CONFIGS, dtype_name, require_dtype
 from qtool.models.auto import float_config
-from qtool.models.skeleton import empty_model
+from qtool.models.skeleton import empty_model, stays_float32
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.shards import Shards
 from qtool.progress import Progress
@@ -196,7 +196,10 @@ def job_of(
         for name, entry in source.entries.items()
         if name not in shapes and not is_second_head(name, job)
     }
-    uncast = {*job.family.outside, *job.family.integers} if cast else shapes
+    uncast = {*job.family.outside, *job.family.integers} if cast else {*shapes}
+    if cast:
+        model = empty_model(float_config(source.directory))
+        uncast |= {name for name in shapes if stays_float32(model, name, cast)}
     dtypes = {name: source.entry(name).dtype for name in uncast}
     notes = tuple(source.notes)
     matrices = [name for name, t in unknown.items() if t.dim() > 1 and t.is_floating_point()]

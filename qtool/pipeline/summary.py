@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool.io.integrity import read_record
+from qtool.io.model_directory import has_tokenizer
 from qtool.io.run_record import peak_host_bytes, read_run
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -70,7 +71,9 @@ class Quantized:
         following = f"eval {text} --model {where}"
         if self.adapter is None and self.source:
             following += f" --compare {source}"
-        return f"{size}\nnext: qtool {f'verify {where}' if self.imported else following}"
+        if self.imported or not has_tokenizer(self.directory):
+            following = f"verify {where}"
+        return f"{size}\nnext: qtool {following}"
 
     def as_dict(self) -> dict[str, Any]:
         """The summary as plain data, for ``--json``."""

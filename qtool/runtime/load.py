@@ -17,7 +17,7 @@ from transformers import (
 from qtool import plugins
 from qtool.errors import QtoolError, in_one_line
 from qtool.io.integrity import require_intact
-from qtool.io.model_directory import resolve
+from qtool.io.model_directory import require_tokenizer, resolve
 from qtool.io.source import Checkpoint, plain_config, read_config
 from qtool.io.source_names import as_on_disk
 from qtool.models import family_of
@@ -45,9 +45,6 @@ UNLOADABLE = (
     AttributeError,
     TypeError,
 )
-
-#: patterns of files; each tokenizer has at least one of them
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 def load(
@@ -228,11 +225,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
         QtoolError: if there is none.
     """
     directory = _directory(model)
-    if not any(any(directory.glob(name)) for name in TOKENIZERS):
-        raise QtoolError(
-            f"{directory}: there is no tokenizer (no {', no '.join(TOKENIZERS)}): copy that of the "
-            "model there"
-        )
+    require_tokenizer(directory)
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # a damaged file: tokenizers raises Exception itself

@@ -151,6 +151,10 @@ def test_windows_are_drawn_by_graphs(
 
 def test_no_text_from_nan(make_model: MakeModel) -> None:
     model = load(make_model("llama"), dtype=torch.float32)
+    model.model.norm.weight.data.fill_(1e38)
+    model.lm_head.weight.data *= 1e6
+    with pytest.raises(QtoolError, match=r"NaN or Inf in the model's logits, .* finite in torch.f"):
+        continued(model, texts(), 40, seed=0)
     model.lm_head.weight.data[0] = float("nan")
-    with pytest.raises(QtoolError, match="NaN or Inf in the model's logits"):
+    with pytest.raises(QtoolError, match=r"lm_head.weight: holds \d+ NaN or Inf values; .*damaged"):
         continued(model, texts(), 40, seed=0)

@@ -391,7 +391,7 @@ def test_quantize_with_format(make_model: MakeModel, tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, [*arguments, "--scheme", "w4a16", "--format", "gptq"])
     assert result.exit_code == 0, result.output
     made, following, path, summary, served = result.stdout.splitlines()
-    assert made.startswith(f"{out}: ") and following.startswith("next: qtool eval")
+    assert made.startswith(f"{out}: ") and following == f"next: qtool verify '{out}'"
     assert path == f"{out}-gptq" and served == f"next: vllm serve '{path}'"
     exported = Checkpoint(tmp_path / "my q-gptq")
     size = re.escape(bytes_text(exported.nbytes))

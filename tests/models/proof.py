@@ -236,7 +236,7 @@ def is_separated(family: Family, name: str) -> bool:
     return (
         family.experts is not None
         and name.startswith(f"{family.blocks}.")
-        and name.endswith(f".{family.experts.attribute}.experts")
+        and name.endswith(f".{family.experts.attribute}.experts".replace("..", "."))
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import qtool
 from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.exchange.export import export
@@ -35,9 +36,16 @@ def test_a_class_is_quantized_end_to_end(model_type: str, tmp_path: Path) -> Non
     check(model_type, tmp_path)
 
 
+#: Gemma 4's experts hang in the block itself, beside its MLP
+GEMMA4_MIXTURE = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 128,
+}
 #: what configurations may choose: one kv head, as many as query heads, ties, biases or none, layers
 #: of two kinds, part of a head turned, dense blocks before mixtures, one expert a token, one block,
-#: two layers of transformers in a block
+#: two layers of transformers in a block, experts beside an MLP
 UNUSUAL = [
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 331}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
@@ -48,6 +56,7 @@ UNUSUAL = [
     ("qwen3_moe", {"mlp_only_layers": [0], "num_experts": 3, "num_experts_per_tok": 1}),
     ("gemma2", {"tie_word_embeddings": False, "num_key_value_heads": 1, "head_dim": 64}),
     ("longcat_flash", {"zero_expert_num": 0}),
+    ("gemma4_text", GEMMA4_MIXTURE),
 ]
 
 
@@ -199,3 +208,17 @@ def test_a_model_that_transformers_cannot_run(recipe: str, says: str, tmp_path: 
     with pytest.raises(QtoolError, match=says):
         proof.quantize(source, tmp_path / "out", recipe)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_transformers_keeps_in_float32_is_not_cast(tmp_path: Path) -> None:
+    """A router's bias, whose values may lie close together."""
+    source = save_tiny("deepseek_v3", tmp_path / "source")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors = load_file(source / SINGLE)
+    tensors[name] = 14.2 + torch.rand(tensors[name].shape) / 30
+    save_file(tensors, source / SINGLE, {"format": "pt"})
+    for dtype in ("bfloat16", "float16"):
+        out = qtool.quantize(source, "w4a16", recipe="fast", dtype=dtype, out=tmp_path / dtype)
+        result = Checkpoint(Path(out))
+        assert torch.equal(result.read(name), tensors[name])
+        assert result.entry("model.norm.weight").dtype == getattr(torch, dtype)

@@ -803,3 +803,20 @@ def test_a_plan_says_with_the_cards_words_what_vllm_does_not_serve(
     card = (native / "README.md").read_text().splitlines()
     assert [line.removesuffix(".") for line in card if "vLLM cannot serve it: " in line] == said
     assert (as_dict(planned)["not_served"] is None) == (not said) == served
+
+
+def test_a_text_needs_a_tokenizer_in_a_plan_as_in_a_run(make_model: MakeModel) -> None:
+    source, how = make_model(), {"recipe": "paper"}
+    assert qtool.plan(source, "w8a8", **how).host_bytes
+    for call in (qtool.plan, qtool.quantize):
+        with pytest.raises(QtoolError, match="there is no tokenizer"):
+            call(source, "w8a8", calibration="demo", **how)
+    assert not list(source.parent.glob("*w8a8*"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_group_that_does_not_divide_names_its_linear(tied: bool) -> None:
+    sizes = {"hidden_size": 192, "head_dim": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+    config = config_of("llama-tiny") | sizes | {"tie_word_embeddings": tied}
+    with pytest.raises(QtoolError, match=r"q_proj: w4a16: 192 .* \(sizes that do: channel\)"):
+        Job.of(config, recipes.load("w4a16", "best"))

@@ -92,7 +92,8 @@ def _tensors(
 
 
 def _experts(block: RecordedBlock, module: str) -> Experts:
-    moe = block.short(module).removesuffix(".experts")
+    name = block.short(module)
+    moe = "" if name == "experts" else name.removesuffix(".experts")
     gate, up, down, stacked = block.model.leaves[module]
     stack: Any = block.model.modules[module]
     form = Form.of(stack)

@@ -10,7 +10,7 @@ from qtool.data.mix import CalibrationMix, count_windows
 from qtool.distributed import ranks
 from qtool.errors import NotDownloaded, expand_home, require_positive
 from qtool.io.integrity import INDEX
-from qtool.io.model_directory import DEMO
+from qtool.io.model_directory import DEMO, require_tokenizer
 from qtool.io.source import Checkpoint
 from qtool.models.architecture import require_dtype
 from qtool.pipeline.given_model import Name, config_directory, config_of
@@ -57,6 +57,8 @@ def plan_model(
         source = None
     if source:
         job = job_of(source, recipe, dtype=options.dtype, keep_unknown=options.keep_unknown)
+        if job.needs_data and isinstance(text, str | PathLike):
+            require_tokenizer(source.directory)
     else:
         cast = None if options.dtype is None else require_dtype("--dtype", options.dtype)
         job = Job.of(config, recipe, dtype=cast)
