@@ -417,6 +417,18 @@ FAULTS = [
             "keepdim=True) / 127",
             "tests/exchange/test_as_export.py -k every_scheme",
         ),
+        (
+            "qtool/exchange/import_format.py",
+            "stored.nbytes != n * groups // 2",
+            "stored.nbytes > n * groups // 2",
+            "tests/exchange/test_import.py -k damaged_tensors",
+        ),
+        (
+            "qtool/exchange/as_export.py",
+            "found = CACHE == OLDER",
+            "found = True",
+            "tests/exchange/test_as_export.py -k cache",
+        ),
         # calibration: rounding
         (
             "qtool/calibration/rounding/gptq/hessian.py",
@@ -1068,6 +1080,12 @@ FAULTS = [
             "nan_to_num(0, 0, 0).mul(2).softmax(-1)",
             "tests/data/test_continuation.py",
         ),
+        (
+            "qtool/data/corpora.py",
+            '" " if split == TEST else BLANK_LINE',
+            '" " if split == TRAIN else BLANK_LINE',
+            "tests/data/test_corpora.py",
+        ),
         # the pipeline, and what a killed run leaves
         (
             "qtool/pipeline/quantize.py",
@@ -1170,6 +1188,30 @@ FAULTS = [
             "if error <= tolerance else",
             "if tolerance else",
             "tests/pipeline/test_verify.py",
+        ),
+        (
+            "qtool/pipeline/streaming/built_blocks.py",
+            "or activations.room < sum(",
+            "or activations.room > sum(",
+            "tests/pipeline/test_faults.py -k no_room_for_both",
+        ),
+        (
+            "qtool/pipeline/planning/plan.py",
+            "beside = memory.gradient_bytes(job, few)",
+            "beside = 0",
+            "tests/pipeline/test_plan.py -k gradients_need",
+        ),
+        (
+            "qtool/pipeline/quantize.py",
+            "if stays_float32(model, name, cast)",
+            "if stays_float32(model, name, torch.float64)",
+            "tests/models/test_tiny.py -k keeps_in_float32",
+        ),
+        (
+            "qtool/models/derived/block_family.py",
+            '"" if name == "experts" else name',
+            'name if name == "experts" else name',
+            "tests/models/test_tiny.py -k gemma4_text",
         ),
         # input and output
         (
@@ -1527,6 +1569,30 @@ FAULTS = [
             "norm_offset=1.0",
             "norm_offset=0.0",
             "tests/calibration/transforms/test_norm_fusion.py",
+        ),
+        (
+            "qtool/runtime/experts.py",
+            'getattr(stacked, "act_fn", None)',
+            "stacked.act_fn",
+            "tests/runtime/test_experts.py -k gate_of_their_own",
+        ),
+        (
+            "qtool/models/family.py",
+            "max(heads.kv, ranks) % min(heads.kv, ranks)",
+            "heads.kv % ranks",
+            "tests/serving/test_preflight.py -k kv_heads",
+        ),
+        (
+            "qtool/serving/layer.py",
+            "1 < len(self.names) != len(self.outputs)",
+            "1 < len(self.names) == len(self.outputs)",
+            "tests/serving/test_layer.py",
+        ),
+        (
+            "qtool/serving/verify.py",
+            "ours.noise.abs().max()",
+            "ours.noise.max()",
+            "tests/serving/test_verify.py",
         ),
         # recipes
         (

@@ -41,7 +41,13 @@ from qtool.models.experts import separate_experts
 from qtool.models.skeleton import skeleton
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.estimate import CPU, H200
-from qtool.pipeline.planning.memory import DEVICE_SHARE, learning_bytes, working_bytes
+from qtool.pipeline.planning.memory import (
+    DEVICE_SHARE,
+    gradient_bytes,
+    learning_bytes,
+    source_job,
+    working_bytes,
+)
 from qtool.pipeline.planning.plan import plan
 from qtool.pipeline.planning.plan_text import as_dict, as_text
 from qtool.pipeline.planning.work import block_shape, block_work, work_of
@@ -477,6 +483,9 @@ def test_the_inputs_that_gradients_need_are_planned_where_there_is_room() -> Non
     inputs = 2 * LEARNING_SEQUENCES * 2048 * 8192  # of a block, in 16 bits
     roomy, deep = (plan(one, host_memory=64e9) for one in (job, deeper))
     assert deep.device_bytes - roomy.device_bytes == 80 * inputs
+    few, cuda = LEARNING_SEQUENCES * 2048, torch.device("cuda")
+    beside = working_bytes(source_job(job), 80 * few, 2048, cuda) + gradient_bytes(job, few)
+    assert roomy.device_bytes == 80 * inputs + beside > 80 * inputs + 4 * 2 * few * 8192
     tight = plan(job, device_memory=23e9, host_memory=64e9)
     moved = roomy.device_bytes - tight.device_bytes
     assert 0 < moved == tight.host_bytes - roomy.host_bytes < 80 * inputs

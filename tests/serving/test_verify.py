@@ -22,5 +22,6 @@ def test_perplexities_differ_by_no_more_than_the_noise() -> None:
     signs = torch.tensor([0.5, -0.5]).repeat(2, 2)  # four standard errors are 0.76
     assert not perplexity(OURS.scores + 0.7, Answer(OURS.scores, TOKENS, GAPS, signs)).problem
     assert perplexity(OURS.scores + 0.8, Answer(OURS.scores, TOKENS, GAPS, signs)).problem
-    assert continuations(TOKENS, Answer(OURS.scores, TOKENS, GAPS, -signs)).ran.endswith("0.5000")
+    below = Answer(OURS.scores, TOKENS, GAPS, -signs.abs())
+    assert continuations(TOKENS, below).ran.endswith("noise 0.5000")
     assert perplexity(OURS.scores + 2e-3, OURS).problem == "log-probabilities are 0.0020 apart"
