@@ -62,7 +62,7 @@ def _interrupt(_: int, frame: FrameType | None) -> None:
 
 
 def _leave() -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0":
         print("\nqtool: interrupted", file=sys.stderr, flush=True)
     os._exit(130)
 

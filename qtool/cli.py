@@ -63,7 +63,7 @@ def cli(debug: bool) -> None:
     """Quantize large language models and prove that they still are the same models."""
     log.handlers, log.propagate = [_Stderr()], False
     log.setLevel(logging.INFO)
-    progress.silence(not _is_first_rank())
+    progress.silence(not watch.is_first_rank())
 
 
 def main() -> None:
@@ -86,10 +86,6 @@ def main() -> None:
             show(error)
         watch.leave(exit_code(error))
     watch.leave(0)
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 class _ListsFormats(click.Command):
@@ -122,7 +118,7 @@ def quantize(
 
     with progress.Display("quantize", "shard", shard_facts) as shown:
         done = api.quantize(model, export_format=export_format, progress=shown, **options)
-    if not _is_first_rank():
+    if not watch.is_first_rank():
         return
     exported = None
     if export_format:

@@ -12,6 +12,9 @@ from qtool.errors import QtoolError
 #: called with (done, total, notes) after each shard, block or linear
 Progress = Callable[[int, int, Mapping[str, Any]], None]
 
+#: seconds between units that count as finished at once: their pace says nothing of what is left
+AT_ONCE = 0.1
+
 _silent = False
 
 
@@ -84,7 +87,8 @@ class Display:
     def _times(self, done: int, total: int) -> list[str]:
         """Seconds since the start and seconds left, by the pace after the first unit."""
         now = time.monotonic()
-        self.first = self.first or (done, now)
+        if self.first is None or now - self.first[1] < AT_ONCE:
+            self.first = done, now
         before, since = self.first
         elapsed = f"{now - self.started:.0f} s"
         if done == before:

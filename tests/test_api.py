@@ -245,10 +245,12 @@ def test_a_default_device_of_the_caller_is_not_that_of_a_run(tmp_path: Path) -> 
     assert results == qtool.evaluate(["demo"], native, limit=1, seqlen=64)[0]
 
 
-def test_a_model_in_memory_is_refused_by_several_processes(
+def test_a_model_in_memory_is_refused_by_several_processes_and_runs(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(make_model("llama"))
+    with pytest.raises(QtoolError, match="no run of it can be resumed: save it"):
+        qtool.quantize(model, "w8a8", recipe="fast", resume=True)
     monkeypatch.setattr(ranks, "size", lambda: 2)
     with pytest.raises(QtoolError, match="pass its directory to several"):
         qtool.quantize(model, "w8a8", recipe="fast")

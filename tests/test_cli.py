@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from qtool import api, progress
 from qtool.cli import cli, main
+from qtool.distributed import watch
 from qtool.errors import CheckFailed, QtoolError, expand_home, require_names
 from qtool.io.integrity import CHANGED
 from qtool.io.model_directory import DEMO
@@ -321,6 +322,33 @@ def test_a_log_has_few_lines_and_silence_none(capsys) -> None:  # type: ignore[n
         shown(1, 1, {})
     progress.silence(False)
     assert capsys.readouterr().err == ""
+
+
+def test_units_that_end_at_once_say_nothing_of_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([0.0, 10.0, 10.01, 10.02, 14.0, 18.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    with progress.Display("quantize", "shard") as shown:
+        for done in range(1, 6):
+            shown(done, 8, {})
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("shard ") for line in lines] == [
+        *("1/8, 10 s", "2/8, 10 s", "3/8, 10 s", "4/8, 14 s, 16 s left", "5/8, 18 s, 12 s left")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"), [({"RANK": "1"}, True), ({"RANK": "1", "WORLD_SIZE": "2"}, False)]
+)
+def test_only_the_first_of_several_ranks_speaks(
+    ranks: dict[str, str], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    assert watch.is_first_rank() is said
 
 
 ROWS = [("model.layers.0.mlp.down_proj" * 8, "[red]x[/red]", "1.5"), ("short", "y", "12.25")]

@@ -127,7 +127,12 @@ def fail() -> bool:
     """Mark that this process cannot go on, so that the others end; True if it should say why."""
     if _watch:
         return _watch.fail()
-    return os.environ.get("RANK", "0") == "0"  # all ranks fail alike before they have met
+    return is_first_rank()  # all ranks fail alike before they have met
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0 or alone, by torchrun's environment."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 def leave(code: int) -> NoReturn:

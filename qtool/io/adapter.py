@@ -86,7 +86,6 @@ class Adapter:
     Attributes:
         config: content of adapter_config.json.
         entries: tensors of the adapter, by name.
-        hashes: sha256 of both files.
 
     Raises:
         QtoolError: ``name`` is no adapter or no LoRA adapter, or the adapter is empty, has NaN or
@@ -105,7 +104,11 @@ class Adapter:
             raise QtoolError(f"{path}: {WEIGHTS} holds no tensors, so there is nothing to merge")
         for tensor, entry in self.entries.items():
             require_finite(f"{path}: {tensor}", read(entry))
-        self.hashes = {file: sha256_of(path / file) for file in (CONFIG, WEIGHTS)}
+
+    @property
+    def hashes(self) -> dict[str, str | None]:
+        """sha256 of both files as they are now."""
+        return {file: sha256_of(self.directory / file) for file in (CONFIG, WEIGHTS)}
 
     def identity(self) -> dict[str, Any]:
         """The adapter's provenance: directory, hub id if it has one, hashes."""

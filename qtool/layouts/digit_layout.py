@@ -5,6 +5,7 @@ Nearly every layout is one object of this class.
 
 import re
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -83,6 +84,13 @@ class DigitLayout(Layout):
         if self.nibble is not None and (self.nibble, 2) not in digits:
             raise QtoolError(f"layout {self.name}: nibble {self.nibble!r} is no digit of size 2")
         n = [name for name, _ in rows]
+        last = order_names(self.order.split(",")[-1])
+        stored = prod(size for name, size in digits if size and name in last)
+        if not self.rows and stored % self.dtype.itemsize:
+            raise QtoolError(
+                f"layout {self.name}: the last dimension of order {self.order!r} goes by {stored} "
+                f"bytes, which {self.dtype} does not divide"
+            )
         for what, expected in {
             "order": [name for name, _ in digits if name != self.nibble],
             "group_order": [*n, "g"],

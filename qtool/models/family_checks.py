@@ -83,6 +83,14 @@ def require_consistent(family: Family) -> None:
             family.attention.o,
         )
         named |= dict.fromkeys(projections, "attention")
+        norms = filter(None, (family.attention.q_norm, family.attention.k_norm))
+        named |= dict.fromkeys(norms, "attention")
+    named |= dict.fromkeys(family.post_norms, "post_norms") | dict.fromkeys(family.fused, "fused")
+    sources = {group.source for group in family.groups if group.reads_residual}
+    for norm, modules in family.readers.items():
+        if norm not in sources:
+            raise QtoolError(f"family {family.name}: readers names {norm!r}, which no group reads")
+        named |= dict.fromkeys(modules, "readers")
     for name, where in named.items():
         if name not in parts and f"{name}.weight" not in family.tensors:
             raise QtoolError(

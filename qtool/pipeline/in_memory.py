@@ -44,6 +44,11 @@ def quantize_in_memory(
             "a model in memory is quantized by one process: save it, and pass its directory to "
             "several"
         )
+    if options.resume:
+        raise QtoolError(
+            "a model in memory is saved anew for each run, so that no run of it can be resumed: "
+            "save it, and pass its directory"
+        )
     with saved(model, tokenizer) as source, TemporaryDirectory(prefix="qtool-") as work:
         target = out or Path(work) / "quantized"
         done = run(source, recipe, target, options, device=device, **others)

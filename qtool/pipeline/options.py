@@ -123,7 +123,7 @@ class QuantizeOptions(RecipeOverrides):
         data_dir: directory with local copies of corpora; by default that of ``QTOOL_DATA_DIR``.
         activations: place of calibration activations between blocks: ``device``, ``host``,
             ``disk``, or ``auto``, the first with room.
-        resume: continue an unfinished run.
+        resume: continue an unfinished run; not of a model in memory.
         dtype: ``bfloat16``, ``float16`` or ``float32``, to which tensors that are not packed are
             cast; by default they are not cast.
         keep_unknown: copy tensors that the model's family does not know.

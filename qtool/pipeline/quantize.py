@@ -16,7 +16,7 @@ import qtool
 from qtool import plugins
 from qtool.calibration.timing import PhaseTimer, phase, recording
 from qtool.distributed import ranks
-from qtool.errors import Interrupted, QtoolError
+from qtool.errors import Interrupted, NoSpace, QtoolError
 from qtool.io.check_source import check_source, is_second_head, require_tied
 from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
@@ -112,14 +112,13 @@ def quantize(
         ranks.log(_resumed(output))
     with closing(output):
         record = RunRecord(out, output.identity, where, continued=output.continued)
-        with recording(PhaseTimer(where)) as phases:
+        with recording(PhaseTimer(where)) as phases, _noting_refusal(output, record):
             drawn = _prepare(output, source, specs, job, calibration)
             record.write()
             tokens = drawn.tokens if job.needs_data else ()
-            with _noting_refusal(output, record):
-                shards = Shards(source, job, output, where, record, phases, progress)
-                shards.make(tokens, activations)
-                source.require_unchanged(output.identity["source model"])
+            shards = Shards(source, job, output, where, record, phases, progress)
+            shards.make(tokens, activations)
+            source.require_unchanged(output.identity["source model"])
         record.write()
         output.finish(_config(job), _provenance(source, job, drawn), side_files)
     return out
@@ -141,7 +140,7 @@ def _prepare(
             return Calibration(facts=calibration.facts)
         with phase("windows"):
             return calibration.for_run(output)
-    except QtoolError:
+    except Interrupted:
         output.discard_empty()
         raise
 
@@ -273,7 +272,7 @@ def _identity(
 def _require_space(output: Output, need: int) -> None:
     free = shutil.disk_usage(output.partial).free
     if need > free:
-        raise QtoolError(
+        raise NoSpace(
             f"no space left: {output.partial} needs {bytes_text(need)}, {bytes_text(free)} are free"
         )
 

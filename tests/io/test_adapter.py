@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,20 @@ def test_what_is_not_understood_is_refused(
     adapter = save_adapter(tmp_path / "adapter", tensors, **settings)
     with pytest.raises(QtoolError, match=said):
         qtool.quantize(model, "w4a16", out=tmp_path / "out", adapter=adapter)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_that_changes_meanwhile_makes_no_result(model: Path, tmp_path: Path) -> None:
+    """A training that goes on may save again while blocks are read."""
+    name = "model.layers.1.self_attn.o_proj"
+    adapter = save_adapter(tmp_path / "adapter", factors(name, 128, 128))
+
+    def change(done: int, total: int, notes: object) -> None:
+        shutil.rmtree(adapter)
+        save_adapter(adapter, factors(name, 128, 128))
+
+    with pytest.raises(QtoolError, match="changed while it was read"):
+        qtool.quantize(model, "w4a16", out=tmp_path / "out", adapter=adapter, progress=change)
     assert not (tmp_path / "out").exists()
 
 

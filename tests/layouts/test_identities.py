@@ -201,6 +201,10 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         ({"n": "nt a:x"}, "n is 'nt a:x'"),
         ({"n": ""}, "n is ''"),
         ({"k": "kt a:2 h:2"}, "a digit is twice in 'nt a:8' and 'kt a:2 h:2'"),
+        (
+            {"dtype": torch.int32, "n": "nt a:2"},
+            "the last dimension of .* 'nt, kt a' goes by 2 bytes",
+        ),
         ({"low": 2}, "low is 2 and dtype torch.uint8"),
         ({"dtype": torch.float16}, "low is 0 and dtype torch.float16"),
     ],

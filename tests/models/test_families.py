@@ -177,6 +177,14 @@ def test_declared_families_name_what_they_declare(family: Family) -> None:
         ),
         ({"attention": Attention(q="q")}, "attention names 'q', and tensors has no q.weight"),
         ({"attention": Attention(cache=5)}, "family Mine: Attention: cache is 5; str is expected"),  # type: ignore[arg-type]
+        (
+            {"attention": replace(LLAMA.attention or Attention(), k_norm="kn")},
+            "attention names 'kn', and tensors has no kn.weight",
+        ),
+        ({"readers": {"no_norm": (UP,)}}, "readers names 'no_norm', which no group reads"),
+        ({"readers": {"input_layernorm": ("r",)}}, "readers names 'r', and tensors has no r"),
+        ({"post_norms": ("n",)}, "post_norms names 'n', and tensors has no n.weight"),
+        ({"fused": {"qkv": {"q": "hidden"}}}, "fused names 'qkv', and tensors has no qkv.weight"),
         ({"biased": ("q",)}, "biased names 'q', and tensors has no q.weight"),
         ({"layer_norm": 1}, "layer_norm is 1; bool is expected"),
         ({"norm_offset": None}, "norm_offset is None; float is expected"),

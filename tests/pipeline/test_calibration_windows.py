@@ -373,6 +373,22 @@ def test_memory_that_ends_meanwhile_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         cut("best")
 
 
+def test_what_an_end_of_memory_advises_can_be_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The windows drawn so far are in the run's directory, and it counts as refused."""
+
+    def full(*args: Any, journal: OutputJournal, **options: Any) -> torch.Tensor:
+        journal.append({"tokens": torch.zeros(1, 1, dtype=torch.int64)})
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    how: Any = {"recipe": "best", "samples": 2, "seqlen": 32, "out": tmp_path / "out"}
+    with monkeypatch.context() as patched, pytest.raises(QtoolError, match="--windows given"):
+        patched.setattr(calibration_text, "continued", full)
+        qtool.quantize("demo", "w4a16", **how)
+    assert qtool.quantize("demo", "w4a16", windows="given", **how).directory == tmp_path / "out"
+
+
 def test_long_windows_are_continued_in_pieces() -> None:
     job = Job.of(Checkpoint(DEMO).config, recipes.load("w4a16", "best"))
     for seqlen, pieces, length, given in [

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from qtool.models.cache_argument import CACHE
-from qtool.models.derived.facts import Fact, Facts, Kind, channelwise, rows_of
+from qtool.models.derived.facts import ATTENTION, Fact, Facts, Kind, channelwise, rows_of
 from qtool.models.derived.fused import FusedLinears
 from qtool.models.derived.recorded_block import RecordedBlock
 from qtool.models.derived.recorded_model import setting
@@ -31,6 +31,8 @@ class BlockAttention:
         self.turned: list[torch.Tensor | None] = []
         #: whether the norms on queries and keys come after RoPE
         self.normed_after_rope = False
+        #: whether queries or keys go into something else than attention too
+        self.used_elsewhere = False
 
     def is_output(self, producer: str, fact: Fact) -> bool:
         """Whether an input is attention's output, with the heads of config.json in their order."""
@@ -80,6 +82,9 @@ class BlockAttention:
             norms = [side[1] for side in sides if side is not None]
             made = [side[0][1].kind for side in sides if side is not None and side[1]]
             self.normed_after_rope = Kind.TURNED in made
+            self.used_elsewhere = not all(
+                self.block.only(channelwise(side), (), ATTENTION) for side in (call.q, call.k)
+            )
             made_by = [own for side in (call.q, call.k) for own in channelwise(side).items()]
             kinds = [fact.kind for _, fact in made_by]
             self.turned = [self.block.model.trace.pairs.get(name) for name, _ in made_by]
@@ -112,6 +117,11 @@ class BlockAttention:
         refused = {}
         if not self._in_decoder():
             refused["kv"] = "what transformers gives as its decoder does not hold its blocks"
+        if self.used_elsewhere:
+            reason = "its queries or keys go into something else than attention too"
+            return refused | {"smooth-attention": reason}
+        if bool(attention.q_norm) != bool(attention.k_norm):
+            return refused | {"smooth-attention": "a norm follows its queries or its keys alone"}
         if self.normed_after_rope:
             return refused | {"smooth-attention": "its queries and keys are normed after RoPE"}
         if attention.rotary and self._makes_angles():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.errors import QtoolError
-from qtool.models.derived.facts import STREAM
+from qtool.models.derived.facts import STREAM, Kind
 from qtool.models.derived.module_kinds import acts_linear, is_norm
 from qtool.models.derived.passing import Passing
 from qtool.models.derived.recorded import IDS, SHAPE, Recorded
@@ -84,7 +84,7 @@ class Calls:
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         recorder, name = self.recorder, self.recorder.modules.pop()
         if module in self.numbers:
-            self._leave_block(out)
+            self._leave_block(name, out)
         elif is_norm(module) and self.norm_inputs:
             self._leave_norm(name, out)
         elif isinstance(module, nn.Embedding):
@@ -113,9 +113,12 @@ class Calls:
         self.muted.append(number != like and not unlike)
         recorder.muted += self.muted[-1]
 
-    def _leave_block(self, out: Any) -> None:
+    def _leave_block(self, name: str, out: Any) -> None:
         recorder, several = self.recorder, isinstance(out, (tuple, list))
         result = out[0] if several else out
+        stream = recorder.of(result).get(STREAM)
+        if not self.muted[-1] and (stream is None or stream.kind > Kind.SUM):
+            recorder.trace.changing.add(name)
         self.found.outputs = len(out) if several else 0
         self.last = recorder.root(result)
         others = {p: f for p, f in recorder.of(result).items() if p != STREAM}
@@ -129,11 +132,12 @@ class Calls:
         recorder, x = self.recorder, self.norm_inputs.pop()
         recorder.muted -= 1
         facts = recorder.of(x)
-        recorder.trace.norms.append(NormCall(name, facts))
+        result = out[0] if isinstance(out, tuple) else out
+        recorder.trace.norms.append(NormCall(name, facts, recorder.root(result)))
         if STREAM in facts:
             recorder.set(x, facts | {STREAM: facts[STREAM]._replace(factor=1.0)})
         inner = () if STREAM in facts else tuple(facts)
-        recorder.produce(name, out[0] if isinstance(out, tuple) else out, *inner)
+        recorder.produce(name, result, *inner)
 
     def _experts(self, name: str, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The forward of the stacked experts ``name``."""

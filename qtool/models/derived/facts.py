@@ -11,6 +11,8 @@ from torch import Tensor
 
 #: the producer of the residual stream, and of the scores of attention
 STREAM, SCORES = "residual stream", "scores of attention"
+#: the operation that queries and keys go into
+ATTENTION = "attention"
 #: stands before the number of the first row in the name of a part of a fused linear
 PART = "#"
 

@@ -87,14 +87,17 @@ class Folds:
         """Whether the input is a norm of the residual stream that only linears read."""
         (name, fact), *_ = read.facts.items()
         call = self.block.norm(name)
-        if call is None or not is_stream(call.facts) or self.block.form(name) is None:
+        if call is None or not is_stream(call.facts) or (form := self.block.form(name)) is None:
             return False
         if name in self.block.model.trace.escapes or not in_order(fact) or fact.kind > Kind.LINEAR:
             return False
         if any(name in used for used in self.block.used_unread):
             return False
         readers = [r for r in self.block.reads if name in r.facts]
-        stacks = [r.facts for r in self.block.experts.values() if name in r.facts]
+        experts = [r for r in self.block.experts.values() if name in r.facts]
+        if form.biased and any(r.root != call.root for r in (*readers, *experts)):
+            return False  # a multiple of the output has another multiple of the bias
+        stacks = [r.facts for r in experts]
         if any(len(found) > 1 or found[name].kind > Kind.LINEAR for found in stacks):
             return False
         return all(

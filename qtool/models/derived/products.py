@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from qtool.models.derived.facts import SCORES, Fact, Facts, Kind
+from qtool.models.derived.facts import ATTENTION, SCORES, Fact, Facts, Kind
 from qtool.models.derived.trace import AttentionCall, Read
 
 if TYPE_CHECKING:
@@ -27,20 +27,21 @@ def multiply(recorder: Recorder, name: str, args: tuple[Any, ...], out: Tensor) 
         recorder.produce(weight, out)
         return
     if SCORES in recorder.of(left) and recorder.scores:
-        weigh(recorder, *recorder.scores.pop(), right, out)
+        weigh(recorder, *recorder.scores.pop(), recorder.of(right), out)
         return
     facts = recorder.of(left), recorder.of(right)
-    recorder.mix(name, [left, right], out)
-    if all(any(p != SCORES for p in side) for side in facts):
+    scores = all(any(p != SCORES for p in side) for side in facts)
+    recorder.mix(ATTENTION if scores else name, [left, right], out)
+    if scores:
         recorder.scores.append(facts)
         recorder.set(out, {SCORES: Fact(None, Kind.MIXED)})
 
 
-def weigh(recorder: Recorder, q: Facts, k: Facts, values: Tensor, out: Tensor) -> None:
+def weigh(recorder: Recorder, q: Facts, k: Facts, values: Facts, out: Tensor) -> None:
     """``values [..., S, C]`` are summed over tokens, with different coefficients for each head."""
-    recorder.trace.attentions.append(AttentionCall(q, k, recorder.of(values)))
+    recorder.trace.attentions.append(AttentionCall(q, k, values))
     weighed: Facts = {}
-    for producer, fact in recorder.of(values).items():
+    for producer, fact in values.items():
         channels = fact.channels
         if channels is None or fact.kind == Kind.SUM or fact.kind > Kind.SCALED:
             recorder.escape({producer: fact}, "attention")
@@ -54,4 +55,11 @@ def weigh(recorder: Recorder, q: Facts, k: Facts, values: Tensor, out: Tensor) -
 def attend(recorder: Recorder, q: Tensor, k: Tensor, v: Tensor, out: Any) -> None:
     """Attention as one operation."""
     result = out if isinstance(out, Tensor) else out[0]
-    weigh(recorder, recorder.of(q), recorder.of(k), v, result)
+    facts = recorder.of(q), recorder.of(k)
+    for side in facts:
+        recorder.escape(side, ATTENTION)
+    values, repeats = dict(recorder.of(v)), result.shape[1] // v.shape[1]
+    for producer, fact in values.items():
+        if fact.channels is not None and repeats > 1:  # kv heads that it repeats itself
+            values[producer] = fact._replace(channels=fact.channels.repeat_interleave(repeats, 1))
+    weigh(recorder, *facts, values, result)

@@ -114,12 +114,13 @@ class RecordedBlock:
         used = [call.facts for call in self.norms] + [f for _, f in self.model.trace.writers]
         return list(map(channelwise, used))
 
-    def only(self, facts: Facts, linears: tuple[str, ...]) -> bool:
-        """Whether the producers of ``facts`` go into ``linears`` and nowhere else."""
+    def only(self, facts: Facts, linears: tuple[str, ...], operation: str = "") -> bool:
+        """Whether the producers of ``facts`` go into ``linears`` or ``operation`` alone."""
         for producer, fact in facts.items():
             rows, owner = rows_of(fact), producer.partition(PART)[0]
             for escape in self.model.trace.escapes.get(owner, ()):
-                if bool(escape.channels[rows[rows < len(escape.channels)]].any()):
+                taken = escape.channels[rows[rows < len(escape.channels)]].any()
+                if bool(taken) and escape.operation != operation:
                     return False
             others = [r for r in self.model.trace.reads if self.short(r.weight) not in linears]
             reads = [r.facts for r in (*others, *self.experts.values())]

@@ -151,7 +151,8 @@ class RecordedModel:
     def form(self, norm: str) -> NormForm | None:
         """How the norm ``norm`` uses its weight, None if that cannot be told."""
         module = self.modules[norm]
-        key = type(module), tuple(p.shape for p in module.parameters())
+        settings = (v for v in vars(module).items() if isinstance(v[1], (int, float, str)))
+        key = type(module), tuple(p.shape for p in module.parameters()), frozenset(settings)
         if key not in self.forms:
             self.forms[key] = form_of(module)
         return self.forms[key]

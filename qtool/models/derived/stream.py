@@ -25,12 +25,19 @@ def _unknown_reader(block: RecordedBlock, groups: Sequence[LinearGroup]) -> str:
         if f"{escape.module}.".startswith(block.prefix):
             where = block.short(escape.module) or "the block itself"
             return f"{escape.operation} in {where} reads it"
+    if block.prefix[:-1] in block.model.trace.changing:
+        return "the block changes its channels at the end"
     return ""
 
 
 def _unknown_writer(block: RecordedBlock, groups: Sequence[LinearGroup]) -> str:
     """What is added to the stream other than the unchanged output of a linear or a post-norm."""
-    own = {name for group in groups if group.writes_residual for name in group.linears}
+    writing = [group.linears for group in groups if group.writes_residual]
+    own = {name for linears in writing for name in linears}
+    written = {block.short(producer) for producer in block.written}
+    for linears in writing:
+        if "*" not in linears[0] and (others := [n for n in linears if n not in written]):
+            return f"{others[0]} does not write to it, and shares its input with one that does"
     for module, facts in block.model.trace.writers:
         if not f"{module}.".startswith(block.prefix):
             continue

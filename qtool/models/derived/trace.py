@@ -29,10 +29,11 @@ class Read:
 
 @dataclass
 class NormCall:
-    """A norm that was called, and the facts of its input."""
+    """A norm that was called, the facts of its input, and the root of its output."""
 
     name: str
     facts: Facts
+    root: int
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Trace:
         asked: weights of linears that are read outside the linear's own forward.
         experts: facts of stacked experts' inputs, by module.
         called: modules in the order in which they were called.
+        changing: blocks that give on the residual stream changed channel by channel.
     """
 
     reads: list[Read] = field(default_factory=list)
@@ -79,3 +81,4 @@ class Trace:
     changed: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     called: list[str] = field(default_factory=list)
+    changing: set[str] = field(default_factory=set)

@@ -27,7 +27,8 @@ def whole_family(model: RecordedModel) -> Family:
     for number in dict.fromkeys(model.recorded.like):
         block = RecordedBlock(model, f"{model.recorded.blocks}.{number}.")
         family = on_disk.with_mixture(block_family(block), number)
-        firsts[number] = kinds.setdefault(block.signature(), family)
+        key = block.signature(), family.fixed_stream, tuple(family.refuses.items())
+        firsts[number] = kinds.setdefault(key, family)
     return _of_blocks(model, on_disk, [firsts[number] for number in model.recorded.like])
 
 
@@ -39,7 +40,7 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
     common = _beside_blocks(model, on_disk) | {
         "refuses": {k: v for family in of_block for k, v in family.refuses.items()},
         "fixed_stream": _why_fixed(model, of_block),
-        "layer_norm": any(f.layer_norm for f in of_block),
+        "layer_norm": any(f.layer_norm for f in of_block) or _ends_centred(model),
     }
     own = {id(f): replace(f, **common, norm_offset=f.norm_offset) for f in of_block}
     whole = own[id(next((f for f in of_block if f.experts), of_block[0]))]
@@ -47,6 +48,12 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
         return whole
     numbered = [own[id(f)] for f in of_block]
     return replace(whole, choose=lambda config, block: numbered[block])
+
+
+def _ends_centred(model: RecordedModel) -> bool:
+    """Whether the final norm subtracts the mean over channels."""
+    form = model.form(model.final_norm) if model.final_norm else None
+    return form is not None and form.centred
 
 
 def _why_fixed(model: RecordedModel, of_block: list[Family]) -> str:

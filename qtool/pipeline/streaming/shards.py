@@ -322,7 +322,7 @@ class Shards:
         self.output.drop(_gradients(shard - 2))
         self.done = min(self.done + ranks.size(), len(self.specs))  # other ranks are as far
         self.phases.settle()
-        behind = {f"{name}, beside": seconds for name, seconds in self.phases.beside.items()}
+        behind = {f"{name}, beside": seconds for name, seconds in dict(self.phases.beside).items()}
         self.record.attempt.phases = {**self.phases.seconds, **behind}
         self.record.shard_written()
         if self.progress:
