@@ -4,6 +4,8 @@ import os
 import sys
 from types import FrameType
 
+from qtool.distributed.watch import is_first_rank
+
 
 def main() -> None:
     """Run the command line; exit code 130 at Ctrl-C."""
@@ -62,7 +64,7 @@ def _interrupt(_: int, frame: FrameType | None) -> None:
 
 
 def _leave() -> None:
-    if os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print("\nqtool: interrupted", file=sys.stderr, flush=True)
     os._exit(130)
 

@@ -166,12 +166,14 @@ def test_an_unknown_architecture_is_left_as_transformers_made_it() -> None:
     assert _made_fast(model) is model  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("damage", [None, {"group_size": [64]}])
-def test_a_damaged_quantization_config_is_a_sentence(damage: Any, copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"), [(None, "is not quantized"), ({"group_size": [64]}, "damaged: TypeError")]
+)
+def test_a_damaged_quantization_config_is_a_sentence(damage: Any, said: str, copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     if damage:
         config["quantization_config"]["rules"][0] |= damage
     else:
         config["quantization_config"] = None
-    with pytest.raises(QtoolError, match=r"not quantized|damaged: TypeError"):
+    with pytest.raises(QtoolError, match=said):
         native_format(config)

@@ -17,7 +17,7 @@ from qtool.format import native_format
 from qtool.io.source import Checkpoint, read_config
 from qtool.models import family_of
 from qtool.runtime.packed_linears import PackedLinears
-from qtool.serving.evaluate import cache_bytes
+from qtool.serving.evaluate import CACHED_WINDOWS, cache_bytes
 from qtool.serving.preflight import require_gpus, require_servable, require_shares_and_kernels
 from qtool.serving.vllm import engine
 from tests.models.tiny import save_tiny, tiny_config
@@ -229,7 +229,14 @@ def test_an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["gemma4_text", "mamba"])
 def test_models_whose_layers_differ_or_have_no_attention_have_a_cache_too(kind: str) -> None:
-    assert cache_bytes(tiny_config(kind), 64) == 1 << 30
+    config = tiny_config(kind)
+    assert cache_bytes(config, 64) == 1 << 30
+    found, tokens = cache_bytes(config, 1 << 22), CACHED_WINDOWS << 22
+    if kind == "mamba":
+        assert found == 1 << 30
+    else:  # keys and values in float32
+        heads = config.to_dict()["num_key_value_heads"] * config.to_dict()["head_dim"]
+        assert found == tokens * 2 * 4 * config.num_hidden_layers * heads
 
 
 def test_an_error_of_vllm_is_its_last_line_that_says_something() -> None:

@@ -44,7 +44,7 @@ def weigh(recorder: Recorder, q: Facts, k: Facts, values: Facts, out: Tensor) ->
     for producer, fact in values.items():
         channels = fact.channels
         if channels is None or fact.kind == Kind.SUM or fact.kind > Kind.SCALED:
-            recorder.escape({producer: fact}, "attention")
+            recorder.escape({producer: fact}, ATTENTION)
             weighed[producer] = Fact(None, Kind.MIXED)
         elif bool((channels == channels[..., :1, :]).all()):
             same = channels[..., :1, :].expand(out.shape).contiguous()

@@ -185,6 +185,14 @@ class ContinuationMemory:
         return self.weights + self.cache + self.working
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory through which weights reach a GPU.
+
+        Rounded ones lie in pinned memory, of which torch gives out powers of two.
+        """
+        return self.weights * 3 // 2 if self.rounded else self.weights
+
+    @property
     def how(self) -> str:
         """The words that follow "the model" in a sentence."""
         return f", rounded to {ROUNDED_SCHEME}" if self.rounded else ""
@@ -211,7 +219,7 @@ class ContinuationMemory:
         where = "host" if device.type == "cpu" else device.type
         needs = (
             (self.bytes, " with its cache", device_memory, where),
-            (self.weights, "", host_memory, "host"),
+            (self.host_bytes, "", host_memory, "host"),
         )
         for needed, what, free, kind in needs:
             if needed > free:

@@ -228,9 +228,7 @@ def _calibrated(
     continued, shortage = _continuation(job, samples, seqlen, device, device_memory, host_memory)
     if continued and device.type == "cuda":
         device_bytes = max(device_bytes, continued.bytes)
-        # pinned memory for rounded weights goes by powers of two
-        passing = continued.weights * (3 if continued.rounded else 2) // 2
-        host_bytes = max(host_bytes, memory.CUDA_PROCESS + passing)
+        host_bytes = max(host_bytes, memory.CUDA_PROCESS + continued.host_bytes)
     elif continued:
         host_bytes = max(host_bytes, memory.CPU_PROCESS + continued.bytes)
     return {
