@@ -20,7 +20,7 @@ if find_spec("triton"):
     def _norm(x, size, SQUARE: tl.constexpr):  # type: ignore[no-untyped-def]
         """The 16-norm of each row of ``x``, with a mean under the root, and its gradient.
 
-        The gradient is multiplied by ``size``; with SQUARE it is half that of the norm's square.
+        With SQUARE the gradient is half that of the norm's square.
         """
         top = tl.maximum(tl.max(tl.abs(x), 1), 1e-20)
         share = tl.div_rn(x, top[:, None])
@@ -29,7 +29,7 @@ if find_spec("triton"):
         eighth = fourth * fourth
         mean = tl.maximum(tl.sum(eighth * eighth, 1) / size, 1.0 / size)
         root = tl.sqrt_rn(tl.sqrt_rn(tl.sqrt_rn(tl.sqrt_rn(mean))))
-        scale = root / mean
+        scale = root / (mean * size)
         if SQUARE:
             scale *= root * top
         return root * top, share * second * fourth * eighth * scale[:, None]
@@ -42,7 +42,7 @@ if find_spec("triton"):
         column = tl.arange(0, SIZE)[None, :]
         at = x_ptr + group[:, None] * size + column
         inside = (group < count)[:, None] & (column < size)
-        x = tl.load(at, inside, 0.0)
+        x = tl.load(at, inside, 0.0).to(tl.float32)
         if RANGES:
             above, ahead = _norm(tl.maximum(x, 0.0), size, False)
             below, back = _norm(tl.minimum(x, 0.0), size, False)
@@ -54,7 +54,7 @@ if find_spec("triton"):
 
 def runs_on(x: Tensor) -> bool:
     """Whether the fused kernel can take groups ``x [..., group]``; else torch's operations run."""
-    fits = x.shape[-1] <= WIDEST and x.is_contiguous() and x.dtype == torch.float32
+    fits = x.shape[-1] <= WIDEST and x.is_contiguous() and x.dtype in (torch.float16, torch.float32)
     return x.is_cuda and fits and find_spec("triton") is not None
 
 

@@ -94,6 +94,21 @@ def test_the_fused_gradient_is_torchs(group: int, ranges: bool) -> None:
     expected = to_gradient(x.clone(), ranges)
     found = to_gradient(x.cuda(), ranges)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-6)
+    half = to_gradient(x.half().cuda(), ranges)
+    torch.testing.assert_close(half.cpu().float(), expected, rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("ranges", [False, True])
+def test_products_on_a_gpu_have_16_bits_and_no_overflow(ranges: bool) -> None:
+    """All of a row's square in one channel, in wide groups, makes the largest gradient."""
+    n = 1024
+    peaks = torch.eye(n).repeat(8, 1) * n**0.5
+    q = rotation(n)(torch.eye(n, dtype=torch.float64))[None].float()
+    for x, turn in ((peaks, torch.eye(n)[None]), (torch.randn(4 * n, n), q)):
+        wanted = gradient(x, turn, n, ranges)
+        found = gradient(x.cuda(), turn.cuda(), n, ranges).cpu()
+        assert (found - wanted).norm() < 3e-3 * wanted.norm()
 
 
 def test_it_is_orthogonal_and_lowers_the_maxima() -> None:
