@@ -180,8 +180,9 @@ class BuiltBlocks:
             notes: the block's notes, which are added to.
         """
         job, prefix = self.job, self.job.full(index, "")
+        factor = self.sensitivity(index)  # read while a GPU still runs the block before
         block, formats = self._transformed(index, following, notes)
-        if (factor := self.sensitivity(index)) is not None:
+        if factor is not None:
             block.sensitivity = embedded(factor.to(self.device).float(), job)
         constants = kv_constants(block, job.format.kv, self.batches)
         with (

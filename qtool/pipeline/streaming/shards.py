@@ -171,7 +171,7 @@ class Shards:
         snapshots = Snapshots(self.output, self.device, writer, missing_bytes, timed)
         self._learn(tokens, snapshots)
         if self.job.weighs_outputs:
-            self._differentiate(tokens, snapshots)
+            self._differentiate(tokens, snapshots, writer)
         start, kept = (missing and snapshots.newest(missing[0] - 2)) or (0, None)
         blocks = BuiltBlocks(
             self.source,
@@ -224,7 +224,9 @@ class Shards:
             shared = ranks.broadcast(found)
             transform.load({name: tensor.to(self.device) for name, tensor in shared.items()})
 
-    def _differentiate(self, tokens: Sequence[Tensor], snapshots: Snapshots) -> None:
+    def _differentiate(
+        self, tokens: Sequence[Tensor], snapshots: Snapshots, writer: WriteBehind
+    ) -> None:
         """Find how the logits depend on the residual stream after each block, on the first rank.
 
         The factors are kept on disk until their blocks are written, so that a resumed run has the
@@ -246,8 +248,11 @@ class Shards:
                     for index, factor in stream_gradients(self.source, job, built, place, text):
                         if index in names:
                             stored = {"factor": factor.half().contiguous()}
-                            output.keep(names[index], stored, stored.items(), {})
+                            keep = partial(output.keep, names[index], stored, stored.items(), {})
+                            writer.submit(self._beside(partial(keep, sync=False)), lambda: None)
+                    writer.wait()
                 except NoBackward as error:
+                    writer.wait()
                     ranks.log(
                         "output_hessian is left out: a backward pass through the blocks of"
                         f" {job.family.name} fails ({error})"
@@ -297,8 +302,21 @@ class Shards:
     ) -> Callable[[], None]:
         """A function that writes ``shard`` in another thread.
 
-        The copy from a GPU waits for ``tensors``; the GPU does not wait for the copy. If weights
-        are rounded one by one, that thread also rounds them and runs alone.
+        If weights are rounded one by one, that thread also rounds them and runs alone.
+        """
+        spec = self.specs[shard - 1]
+        write = partial(self.output.write_shard, shard, spec, tensors, notes)
+
+        def timed() -> None:
+            with self.phases.thread("write"):
+                write()
+
+        return self._beside(timed)
+
+    def _beside(self, write: Callable[[], None]) -> Callable[[], None]:
+        """``write`` for another thread, where its copies from a GPU wait for what is queued now.
+
+        The GPU does not wait for the copies.
         """
         ready = (
             torch.cuda.current_stream(self.device).record_event()
@@ -307,16 +325,13 @@ class Shards:
         )
         stream = torch.cuda.Stream if self.collective else torch.cuda.default_stream
 
-        def put() -> None:
-            with (
-                self.phases.thread("write"),
-                torch.cuda.stream(ready and stream(self.device)),
-            ):
+        def run() -> None:
+            with torch.cuda.stream(ready and stream(self.device)):
                 if ready:
                     torch.cuda.current_stream(self.device).wait_event(ready)
-                self.output.write_shard(shard, self.specs[shard - 1], tensors, notes)
+                write()
 
-        return put
+        return run
 
     def _written(self, shard: int) -> None:
         self.output.drop(_gradients(shard - 2))
