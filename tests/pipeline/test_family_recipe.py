@@ -66,6 +66,7 @@ def test_v_and_down_have_small_groups_in_w4a4_mix(family: str, make_model: MakeM
         ("starcoder2", {"hidden_size": 128, "intermediate_size": 256}, "v_proj", "c_proj"),
         ("gptj", {"n_embd": 128, "n_inner": 256}, "v_proj", "fc_out"),
         ("gpt2", {"n_embd": 128, "n_inner": 256}, "attn.c_attn", "mlp.c_proj"),
+        ("bert-generation", {}, "attention.self.value", "output.dense"),
     ],
 )
 def test_v_and_down_are_found_by_what_they_do(

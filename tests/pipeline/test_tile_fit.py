@@ -16,6 +16,7 @@ from qtool.pipeline.verify import verify
 from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
+from tests.models.tiny import tiny_config
 
 FAMILIES = ("llama", "opt", "phi3", "gemma2", "falcon", "falcon-new", "mixtral", "qwen3_moe")
 SCHEMES = ("w4a8-lqq", "w4a8-qoq-g128", "w4a4-g128", "w4a16")
@@ -72,6 +73,14 @@ def test_experts_are_one_role(make_model: MakeModel) -> None:
     )
     formats = {job.format.of(f"model.layers.1.mlp.experts.{e}.gate_proj") for e in (0, 3)}
     assert [made.layout for made in formats if made] == ["row-major"]
+
+
+def test_a_name_that_ends_like_another_keeps_its_layout() -> None:
+    """BERT's blocks have ``attention.output.dense`` beside ``output.dense``."""
+    config = tiny_config("bert-generation", intermediate_size=192).to_dict()
+    job = Job.of(config, recipes.load("w4a16").with_group_size(64))
+    found = {name: linear_format.layout for name, linear_format in job.formats(0).items()}
+    assert (found["output.dense"], found["attention.output.dense"]) == ("row-major", "marlin")
 
 
 def test_a_layout_that_was_asked_for_stays(make_model: MakeModel) -> None:

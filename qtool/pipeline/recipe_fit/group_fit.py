@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from qtool.pipeline.recipe_fit.tile_fit import role_name, role_pattern
+from qtool.pipeline.recipe_fit.tile_fit import role_name, role_pattern, roles_match
 from qtool.recipes import LayerRule, Recipe
 
 #: largest share of the linears' weights that may stay in 16 bits
@@ -36,7 +36,7 @@ def for_groups(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     if not misfits or weights > FEW * sum(map(prod, shapes.values())):
         return recipe
     roles = {role_pattern(name): found for name, found in misfits.items()}
-    kept = LayerRule(f"({'|'.join(roles)})$", None)
+    kept = LayerRule(roles_match(roles), None)
     sentences = (
         f"in 16 bits: {role_name(role)}, {k} inputs, which groups of {size} do not divide"
         for role, (size, k) in roles.items()

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from qtool.models import Family
 from qtool.models.parts import Fold
-from qtool.pipeline.recipe_fit.tile_fit import role_pattern
+from qtool.pipeline.recipe_fit.tile_fit import role_pattern, roles_match
 from qtool.recipes import LayerRule, Recipe
 
 
@@ -27,7 +27,7 @@ def for_names(recipe: Recipe, kinds: Iterable[Family]) -> Recipe:
         meant = (name for role in rule.roles for name in names.get(role, ()))
         others = [name for name in meant if not re.search(rule.match, f".{name}")]
         patterns = dict.fromkeys(role_pattern(f"0.{name}") for name in others)
-        return replace(rule, match="|".join([rule.match, *(rf"\.{p}$" for p in patterns)]))
+        return replace(rule, match=f"{rule.match}|{roles_match(patterns)}") if patterns else rule
 
     return replace(recipe, layers=tuple(map(fitted, recipe.layers)))
 

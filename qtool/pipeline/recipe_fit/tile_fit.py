@@ -8,7 +8,7 @@ does not fit it is an error. :mod:`.group_fit` handles group sizes.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from qtool import layouts, recipes
@@ -39,10 +39,10 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     for rule in recipe.layers:
         if roles := misfits.get(rule):
             bits = layouts.get(str(rule.layout)).bits
-            match, layout = f"({'|'.join(roles)})$", BY_BITS[bits].name
-            rules.append(replace(rule, match=match, roles=(), layout=layout))
+            layout = BY_BITS[bits].name
+            rules.append(replace(rule, match=roles_match(roles), roles=(), layout=layout))
             sentences.append(
-                f"layout {BY_BITS[bits].name} for {', '.join(map(role_name, roles))}: "
+                f"layout {layout} for {', '.join(map(role_name, roles))}: "
                 f"{rule.layout}'s tile does not divide their weights"
             )
         rules.append(rule)
@@ -60,6 +60,15 @@ def _fits(rule: LayerRule, n: int, k: int) -> bool:
     except QtoolError:
         return False
     return True
+
+
+def roles_match(patterns: Iterable[str]) -> str:
+    """A rule's ``match`` for all linears of these :func:`role_pattern`.
+
+    A name within a block comes after a number: BERT's ``attention.output.dense`` is no
+    ``output.dense``.
+    """
+    return rf"\.\d+\.({'|'.join(patterns)})$"
 
 
 def role_pattern(name: str) -> str:
