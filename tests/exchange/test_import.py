@@ -303,6 +303,13 @@ def test_plan_and_quantize_refuse_by_the_same_sentence(gptq: Path, options: Any)
     assert said == outcome(lambda: qtool.quantize(gptq, **options, out=gptq / "../made"))
 
 
+@pytest.mark.parametrize("options", [{"gpus": 0}, {"device": "tpu"}, {"gpus": 2, "device": "cpu"}])
+def test_plan_refuses_the_devices_that_it_refuses_for_any_model(gptq: Path, options: Any) -> None:
+    said = outcome(lambda: qtool.plan(gptq, "w4a16", **options))
+    assert said == outcome(lambda: qtool.plan("demo", "w4a16", **options))
+    assert isinstance(said, str)
+
+
 def test_what_repacking_does_not_use_is_said(gptq: Path, caplog: pytest.LogCaptureFixture) -> None:
     unused: Any = {"samples": 3, "seed": 5, "activations": "disk", "keep_unknown": True}
     qtool.quantize(gptq, "w4a16", layout="row-major", resume=True, **unused, out=gptq / "../made")

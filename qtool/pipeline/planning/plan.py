@@ -157,15 +157,10 @@ def plan(
         gpus: number of GPUs that share the run.
 
     Raises:
-        QtoolError: ``gpus`` is not a number of GPUs, or is several with ``cpu``; or the device has
-            no rates.
+        QtoolError: as :func:`require_devices`.
     """
-    require_count("--gpus", gpus)
-    if device not in ("cuda", "cpu"):
-        raise QtoolError(f"--device {device!r}: a plan is of cuda or cpu")
+    require_devices(device, gpus)
     where = torch.device(device)
-    if gpus > 1 and where.type != "cuda":
-        raise QtoolError(f"--gpus {gpus} and --device {device}: GPUs are counted with cuda")
     shapes = job.source_shapes()
     source = sum(prod(shape) for shape in shapes.values())
     sizes: dict[str, Any] = {
@@ -181,6 +176,20 @@ def plan(
     free = device_memory if where.type == "cuda" else host
     window = job.window(seqlen)
     return Plan(**sizes, **_calibrated(job, samples, window, where, free, host, gpus))
+
+
+def require_devices(device: str, gpus: int) -> None:
+    """Check the devices of a plan.
+
+    Raises:
+        QtoolError: ``gpus`` is not a number of GPUs, or is several with ``cpu``; or the device has
+            no rates.
+    """
+    require_count("--gpus", gpus)
+    if device not in ("cuda", "cpu"):
+        raise QtoolError(f"--device {device!r}: a plan is of cuda or cpu")
+    if gpus > 1 and device != "cuda":
+        raise QtoolError(f"--gpus {gpus} and --device {device}: GPUs are counted with cuda")
 
 
 def _uncalibrated(job: Job, weights: int, device: torch.device, gpus: int) -> dict[str, Any]:

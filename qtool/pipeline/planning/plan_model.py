@@ -16,7 +16,7 @@ from qtool.models.architecture import require_dtype
 from qtool.pipeline.given_model import Name, config_directory, config_of
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions
-from qtool.pipeline.planning.plan import Plan, plan
+from qtool.pipeline.planning.plan import Plan, plan, require_devices
 from qtool.pipeline.planning.repack import plan_repack
 from qtool.pipeline.quantize import job_of
 from qtool.recipes import Recipe
@@ -51,6 +51,7 @@ def plan_model(
     samples, config = count_windows(text, options.samples), config_of(model)
     if isinstance(model, str | PathLike):
         if options.repacks(config, recipe, text):
+            require_devices(device, gpus)
             return plan_repack(config_directory(model), recipe, options.layout)
         source = _local_source(model)
     else:
