@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import qtool
 from qtool import plugins, recipes
 from qtool.calibration.rounding.gptq import rounding
-from qtool.errors import QtoolError
+from qtool.errors import NoSpace, QtoolError
 from qtool.io import safetensors
 from qtool.io.output import difference
 from qtool.io.source import Checkpoint
@@ -385,12 +385,26 @@ def test_inputs_are_stored_before_outputs_are_made_where_there_is_no_room_for_bo
     assert bool(inside) == waits
 
 
-def test_no_room_for_the_activations(source: Path, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize(
+    ("number", "kind", "said"),
+    [
+        (errno.ENOSPC, NoSpace, r"no space left on the disk .*writing activations-0-00001"),
+        (errno.EIO, OSError, r"Input/output error: .*activations-0-00001"),
+    ],
+)
+def test_no_file_for_the_activations(
+    number: int,
+    kind: type[Exception],
+    said: str,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(activations.os, "posix_fallocate", full)
-    with pytest.raises(QtoolError, match=r"no space left on the disk .* for the activations"):
+    monkeypatch.setattr(activations.os, "posix_fallocate", failing)
+    with pytest.raises(kind, match=said):
         run(source, tmp_path / "out", activations="disk")
     assert not list(tmp_path.rglob("activations-*"))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtool.calibration.batch import HIDDEN, Batch, BlockArguments
 from qtool.distributed import ranks
-from qtool.errors import NoSpace
+from qtool.io.safetensors import space_for
 from qtool.pipeline.free_memory import gpu_memory, host_memory
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import (
@@ -147,13 +147,7 @@ class DiskBatch(Batch):
 
     def _mapped_file(self, nbytes: int) -> mmap.mmap:
         """A file of ``nbytes``, mapped."""
-        try:
-            with self.path.open("w+b") as file:
-                self.path.unlink()  # frees the space when the run ends, even if it is killed
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-                mapped = mmap.mmap(file.fileno(), nbytes)
-        except OSError as error:
-            raise NoSpace(
-                f"no space left on the disk that holds {self.path.parent} for the activations"
-            ) from error
-        return mapped
+        with space_for(self.path), self.path.open("w+b") as file:
+            self.path.unlink()  # frees the space when the run ends, even if it is killed
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return mmap.mmap(file.fileno(), nbytes)
