@@ -30,8 +30,8 @@ class Architecture:
             rotates channels i and i + D/2, so the rows of both are interleaved.
         ropes: the kinds of RoPE that it computes.
         square: its heads together are as wide as the hidden state.
-        windows: one block in so many attends to all tokens, and the others attend to a window; with
-            0 all blocks attend to all tokens.
+        windows: the last of every so many blocks attends to all tokens, and the others attend to a
+            window; with 0 all blocks attend to all tokens.
         wide: the number of blocks of the model whose queries are scaled by H / heads; other models
             scale them by the head size.
     """
@@ -52,7 +52,7 @@ CAUSAL: dict[str, Any] = NO_BIAS | {"use_bidirectional_attention": False}
 UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 GELU = "gelu_pytorch_tanh"
 LLAMA = Architecture("llama", pairs=True, ropes=(*ROPE_TYPES, "llama3"))
-#: one in so many blocks of SmolLM3 has no RoPE
+#: the last of every so many blocks of SmolLM3 has no RoPE
 NO_ROPE = 4
 #: architectures by model type; each has a place for every tensor of such a model
 ARCHITECTURES = {
@@ -153,8 +153,8 @@ def _require_windows(own: Architecture, settings: Any) -> None:
     ]
     if settings.layer_types != kinds:
         raise QtoolError(
-            f"gguf: llama.cpp's {own.name} attends to all tokens in every {own.windows}. "
-            "block, and to a window in the others; layer_types says otherwise"
+            f"gguf: llama.cpp's {own.name} attends to all tokens in the last of every "
+            f"{own.windows} blocks, and to a window in the others; layer_types says otherwise"
         )
 
 
@@ -162,7 +162,7 @@ def _require_ropes(own: Architecture, settings: Any) -> None:
     """Refuse RoPE of another kind, or in other blocks, than the architecture's."""
     blocks = range(1, settings.num_hidden_layers + 1)
     if getattr(settings, "no_rope_layers", None) not in (None, [n % NO_ROPE > 0 for n in blocks]):
-        raise QtoolError(f"gguf: llama.cpp has RoPE in all but every {NO_ROPE}. block")
+        raise QtoolError(f"gguf: llama.cpp has RoPE in all but the last of every {NO_ROPE} blocks")
     ropes = settings.rope_parameters
     if "sliding_attention" in ropes:
         local, ropes = ropes["sliding_attention"], ropes["full_attention"]
