@@ -202,7 +202,8 @@ def plan(
         calibration: as :func:`quantize` takes it; its windows are counted, none is read.
         kv: as :func:`quantize` takes it.
         options: as :func:`quantize` takes them; ``samples`` and ``seqlen`` matter only if the
-            recipe calibrates.
+            recipe calibrates, and ``seed``, ``data_dir``, ``activations`` and ``resume`` never: the
+            plan puts the activations where ``auto`` would.
         device_memory: memory of the GPU, in GB (1e9 bytes); by default an H200's.
         device: ``cuda``, which stands for an H200, or ``cpu``, for two cores.
         gpus: GPUs that share the run. The host's memory is that of this machine.
@@ -250,8 +251,8 @@ def sensitivity(
 ) -> Sensitivity:
     """Choose a scheme for each group of linears of ``model``, and write the recipe to ``out``.
 
-    All that was measured is written to ``OUT.json`` beside it. The device holds the whole float
-    model.
+    All that was measured is written beside it, to a file of the same name that ends in ``.json``.
+    The device holds the whole float model.
 
     Args:
         model: a directory, a hub id or ``demo``.
@@ -531,7 +532,7 @@ def inspect(model: Name) -> list[Row]:
     """Scheme, layout, bytes and bits per weight of each linear of a native checkpoint.
 
     Args:
-        model: its directory or hub id; only headers are read.
+        model: its directory or hub id; no weight is read.
 
     Raises:
         QtoolError: not a native checkpoint.

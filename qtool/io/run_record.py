@@ -8,11 +8,12 @@ inside the directory. A record of another job under the same name is ignored.
 A resumed run adds an attempt. The file is written before an attempt's first block and after each
 shard, so a killed attempt counts up to its last complete shard::
 
-    {"format_version": 2, "job": "<sha256>",
-     "seconds": 81.2, "peak_host_bytes": 912000000, "peak_device_bytes": 0, "device": "cpu",
-     "phases": {"read": 3.1}, "attempts": [{"started": "2026-01-31T12:00:00Z", "device": "cpu",
-     "shards": 14, "seconds": 81.2,
-                   "peak_host_bytes": 912000000, "peak_device_bytes": 0, "phases": {"read": 3.1}}]}
+    {"format_version": 2, "job": "<sha256>", "device": "cpu",
+     "seconds": 81.2, "peak_host_bytes": 912000000, "peak_device_bytes": 0,
+     "phases": {"read": 3.1},
+     "attempts": [{"started": "2026-01-31T12:00:00Z", "device": "cpu", "shards": 14,
+                   "seconds": 81.2, "peak_host_bytes": 912000000, "peak_device_bytes": 0,
+                   "phases": {"read": 3.1}}]}
 
 Seconds are wall time, added over attempts; peaks are the largest of any attempt. Host memory is the
 process's resident set, and device memory is the memory that torch allocated, both on the first of

@@ -1,4 +1,7 @@
-"""Lists what a checkpoint stores: scheme, layout and bytes of each linear, from headers alone."""
+"""Lists what a checkpoint stores: scheme, layout and bytes of each linear.
+
+Only headers are read, and of w4ax-fmpq the maps of 8-bit blocks.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -40,8 +40,8 @@ def plan_blocks(
     """Permutation and block map of a layer from the channel maxima ``amax [K]`` of its input.
 
     Args:
-        ratio: a channel is an outlier above ``ratio`` times the median maximum; 0 makes all of them
-            outliers, so that the caps alone decide.
+        ratio: a channel is an outlier above ``ratio`` times the median maximum; 0 makes all
+            channels outliers but those that are always 0, so that the caps alone decide.
         max_8bit_blocks: at most so many blocks get 8 bits, those with the largest outliers.
         min_w4a4_share: at least this share (0..1) of the blocks stays 4-bit.
 
@@ -58,7 +58,10 @@ def plan_blocks(
 
 
 def outlier_channels(amax: Tensor, ratio: float = OUTLIER_RATIO) -> Tensor:
-    """Mask ``[K]`` of the channels whose maximum exceeds ``ratio`` times the live ones' median."""
+    """Mask ``[K]`` of the channels whose maximum exceeds ``ratio`` times the median maximum.
+
+    Channels that are always 0 do not count in the median.
+    """
     if len(amax) % BLOCK or not len(amax):
         raise QtoolError(f"w4ax-fmpq: {len(amax)} input channels are not divisible by {BLOCK}")
     if not torch.isfinite(amax).all():
