@@ -129,7 +129,8 @@ def _layer(rule: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_built_in(report: Report, layers: list[dict[str, Any]]) -> bool:
-    variant = report.provenance["recipe"].get("variant")
+    record = report.provenance["recipe"]
+    variant = record.get("variant")
     if variant not in recipes.VARIANTS:
         return False
     try:
@@ -141,6 +142,7 @@ def _is_built_in(report: Report, layers: list[dict[str, Any]]) -> bool:
         steps == [(name, dict(options)) for name, options in report.methods]
         and len(known.layers) == len(layers)
         and all(map(_agrees, known.layers, layers))
+        and record.get("min_expert_tokens") in (None, known.min_expert_tokens)
     )
 
 

@@ -287,6 +287,10 @@ def test_a_built_in_recipe_needs_no_file(base, tmp_path):
         changed = copy.deepcopy(found)
         changed.quantization["rules"][-1][key] = other
         assert report_commands.recipe_file(changed), key
+    found.provenance["recipe"]["min_expert_tokens"] = 128  # which a mixture's has
+    assert report_commands.recipe_file(found) == ""
+    found.provenance["recipe"]["min_expert_tokens"] = 20  # replaced in Python
+    assert yaml.safe_load(report_commands.recipe_file(found))["min_expert_tokens"] == 20
 
 
 def test_the_commands_say_all_that_was_asked(base, tmp_path):
