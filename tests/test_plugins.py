@@ -36,6 +36,7 @@ from qtool.models import FAMILIES, family_of
 from qtool.recipes.recipe import ADDED
 from qtool.runtime.dispatch import KERNELS, W8A8, Kernel
 from qtool.schemes import SCHEMES, Scheme
+from qtool.schemes.arithmetic.activation import Activation
 from qtool.schemes.w4a16 import Marlin
 from qtool.schemes.w8a8 import SmoothQuant
 from qtool.serving.partition import cuts_inputs
@@ -516,6 +517,25 @@ class Eight(SmoothQuant):
     """Eight bits again."""
 
     name = "eight"
+
+
+def test_inputs_that_groups_of_activations_do_not_divide_are_refused_before_any_work() -> None:
+    class Grouped(Marlin):
+        """Groups of 48 inputs, which need not be those of the weights."""
+
+        name = "grouped"
+        activation = Activation(8, 48)
+
+        def matmul(self, x, *given):  # type: ignore[no-untyped-def]
+            return super().matmul(self.activation.fake(x), *given)
+
+    qtool.register_scheme(Grouped)
+    said = (
+        "model.layers.0.self_attn.q_proj: grouped: 256 input channels are not divisible by 48, "
+        "the group size of its activations"
+    )
+    with pytest.raises(QtoolError, match=said):
+        qtool.plan("demo", "grouped")
 
 
 def test_names_that_are_taken_are_refused() -> None:

@@ -84,6 +84,11 @@ class LinearFormat:
             )
         try:
             scheme.require_groups(k, common or k)
+            if k % (inputs := scheme.activation.group_size or 1):
+                raise QtoolError(
+                    f"{scheme.name}: {k} input channels are not divisible by {inputs}, the group "
+                    "size of its activations"
+                )
             layout.require(n, k)
         except QtoolError as error:
             raise QtoolError(f"{name}: {error}") from error

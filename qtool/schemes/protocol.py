@@ -10,6 +10,8 @@ Rounding twice may miss the nearest code, by no more than half a step. Of inputs
     |matmul(X) - fake_activation(X) dequantize(Q)^T| <= 1e-4 max |Y|
 """
 
+from math import lcm
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,17 @@ from qtool.errors import CheckFailed, checking
 from qtool.schemes.base import Params, Scheme, require
 
 
+def channels(scheme: Scheme) -> int:
+    """The least K from 1024 on that the groups of the weight and those of the inputs divide."""
+    unit = lcm(scheme.group_size or 1, scheme.activation.group_size or 1)
+    return unit * -(-1024 // unit)
+
+
 def probe(scheme: Scheme) -> Tensor:
     """A weight ``[5, K]``: plain, with outliers, zeros, and values of one sign, K at least 1024."""
-    size = scheme.group_size or 1024
-    random = torch.randn(5, size * -(-1024 // size), generator=torch.Generator().manual_seed(0))
+    k = channels(scheme)
+    size = scheme.group_size or k
+    random = torch.randn(5, k, generator=torch.Generator().manual_seed(0))
     random[1] *= 0.01
     random[1, ::size] = 100.0
     random[2] = 0
