@@ -538,6 +538,28 @@ def test_inputs_that_groups_of_activations_do_not_divide_are_refused_before_any_
         qtool.plan("demo", "grouped")
 
 
+def test_the_tests_of_schemes_run_on_one_of_ones_own() -> None:
+    """At groups that do not divide the 1024 channels of the built-in schemes' weights."""
+    code = """
+import pytest, qtool
+from qtool.schemes.arithmetic.activation import Activation
+from qtool.schemes.w4a16 import Marlin
+
+class Own(Marlin):
+    name, group_sizes, default_group_size, activation = "own", (25,), 25, Activation(8, 40)
+
+    def matmul(self, x, *given):
+        return super().matmul(self.activation.fake(x), *given)
+
+qtool.register_scheme(Own)
+options = ["-q", "-p", "no:cacheprovider", "-k", "own-25"]
+raise SystemExit(pytest.main(["tests/schemes", *options]))
+"""
+    root = Path(__file__).parents[1]
+    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+
+
 def test_names_that_are_taken_are_refused() -> None:
     with pytest.raises(QtoolError, match="the recipe 'w8a8' is built in"):
         qtool.register_scheme(SmoothQuant)

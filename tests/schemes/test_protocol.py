@@ -10,7 +10,7 @@ from qtool import schemes
 from qtool.calibration.rounding.scales import float_scale
 from qtool.errors import CheckFailed, QtoolError
 from qtool.schemes import Scheme, base
-from qtool.schemes.protocol import require_sound
+from qtool.schemes.protocol import channels, require_sound
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,9 +59,9 @@ def test_ten_thousand_groups(scheme: Scheme, many_groups: Tensor) -> None:
     require_sound(scheme, many_groups)
 
 
-def test_dequantize_leaves_float_codes_alone(scheme: Scheme) -> None:
+def test_dequantize_leaves_float_codes_alone(scheme: Scheme, k: int) -> None:
     """GPTQ and distillation hold their codes in float32."""
-    weight = torch.randn(4, 1024)
+    weight = torch.randn(4, k)
     params = scheme.fit(weight)
     codes = scheme.quantize(weight, params).float()
     before = codes.clone()
@@ -128,8 +128,10 @@ def test_ends_are_the_values_of_the_outer_codes_and_give_the_parameters_back(
         )
 
 
-def test_ends_move_apart_from_each_other_and_stay_legal_wherever_they_go(scheme: Scheme) -> None:
-    weight = torch.randn(64, 1024)
+def test_ends_move_apart_from_each_other_and_stay_legal_wherever_they_go(
+    scheme: Scheme, k: int
+) -> None:
+    weight = torch.randn(64, k)
     params = scheme.fit(weight)
     if (ends := scheme.clip_bounds(params)) is None:
         return
@@ -158,10 +160,10 @@ def test_ends_move_apart_from_each_other_and_stay_legal_wherever_they_go(scheme:
 def test_any_distribution(
     seed: int, exponent: float, shift: float, dtype: torch.dtype, clip: float
 ) -> None:
-    random = torch.randn(3, 256, generator=torch.Generator().manual_seed(seed))
-    weight = (random + shift) * 2.0**exponent
     for name, kind in schemes.SCHEMES.items():
         scheme = schemes.get(name, kind.group_sizes[0], dtype)
+        random = torch.Generator().manual_seed(seed)
+        weight = (torch.randn(3, channels(scheme), generator=random) + shift) * 2.0**exponent
         require_sound(scheme, weight)
         params = scheme.fit(weight, clip=clip, group_clip=clip)
         scheme.check(scheme.quantize(weight, params), params)
@@ -193,8 +195,10 @@ def test_check_refuses_codes_beyond_the_bounds(scheme: Scheme, many_groups: Tens
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [(0, 0), (3, 1023), (1, 517)])
-def test_refuses_what_is_not_finite(scheme: Scheme, bad: float, place: tuple[int, int]) -> None:
-    weight = torch.randn(4, 1024)
+def test_refuses_what_is_not_finite(
+    scheme: Scheme, k: int, bad: float, place: tuple[int, int]
+) -> None:
+    weight = torch.randn(4, k)
     weight[place] = bad
     with pytest.raises(
         QtoolError, match=f"{scheme.name}.*NaN or Inf, first in output channel {place[0]}"
@@ -204,16 +208,16 @@ def test_refuses_what_is_not_finite(scheme: Scheme, bad: float, place: tuple[int
 
 def test_refuses_what_does_not_divide(scheme: Scheme) -> None:
     if scheme.group_size:
-        with pytest.raises(QtoolError, match="1000 input channels are not divisible by"):
-            scheme.fit(torch.randn(4, 1000))
+        with pytest.raises(QtoolError, match="1009 input channels are not divisible by"):
+            scheme.fit(torch.randn(4, 1009))
     with pytest.raises(QtoolError, match="not divisible"):
         scheme.fit(torch.randn(4, 0))
 
 
 @pytest.mark.parametrize("name", schemes.SCHEMES)
 def test_refuses_an_unsupported_group_size(name: str) -> None:
-    with pytest.raises(QtoolError, match="group size 48 is not supported; accepted: "):
-        schemes.get(name, 48)
+    with pytest.raises(QtoolError, match="group size 7 is not supported; accepted: "):
+        schemes.get(name, 7)
 
 
 def test_a_whole_channel_is_named_as_it_is_given() -> None:
@@ -226,8 +230,8 @@ def test_unknown_name_suggests() -> None:
         schemes.get("w4a8-lq")
 
 
-def test_meta_gives_the_real_shapes(scheme: Scheme) -> None:
-    weight, x = torch.randn(8, 1024), torch.randn(3, 1024)
+def test_meta_gives_the_real_shapes(scheme: Scheme, k: int) -> None:
+    weight, x = torch.randn(8, k), torch.randn(3, k)
     params = scheme.fit(weight)
     codes = scheme.quantize(weight, params)
     meta = scheme.fit(weight.to("meta"))
@@ -242,8 +246,8 @@ def test_meta_gives_the_real_shapes(scheme: Scheme) -> None:
     assert scheme.fake_activation(x.to("meta"), meta).shape == x.shape
 
 
-def test_matmul_is_the_product_of_the_quantized_operands(scheme: Scheme) -> None:
-    weight, x = torch.randn(8, 1024), torch.randn(5, 1024) * 3
+def test_matmul_is_the_product_of_the_quantized_operands(scheme: Scheme, k: int) -> None:
+    weight, x = torch.randn(8, k), torch.randn(5, k) * 3
     params = scheme.fit(weight)
     codes = scheme.quantize(weight, params)
     y = scheme.matmul(x, codes, params)
@@ -254,15 +258,17 @@ def test_matmul_is_the_product_of_the_quantized_operands(scheme: Scheme) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_16_bit_weights_are_their_float32_values(scheme: Scheme, dtype: torch.dtype) -> None:
-    weight = torch.randn(4, 1024).to(dtype)
+def test_16_bit_weights_are_their_float32_values(
+    scheme: Scheme, k: int, dtype: torch.dtype
+) -> None:
+    weight = torch.randn(4, k).to(dtype)
     params, wide = scheme.fit(weight), scheme.fit(weight.float())
     assert all(torch.equal(params[name], wide[name]) for name in wide)
     assert torch.equal(scheme.quantize(weight, params), scheme.quantize(weight.float(), wide))
 
 
-def test_rows_are_independent(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(7, 1024)
+def test_rows_are_independent(scheme: Scheme, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(7, k)
     params = scheme.fit(weight)
     codes = scheme.quantize(weight, params)
     monkeypatch.setattr(base, "SLAB", 2048)
@@ -273,8 +279,8 @@ def test_rows_are_independent(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(scheme.quantize(weight[5:6], row)[0], codes[5])
 
 
-def test_clip_by_number_and_by_tensor(scheme: Scheme) -> None:
-    weight = torch.randn(4, 1024)
+def test_clip_by_number_and_by_tensor(scheme: Scheme, k: int) -> None:
+    weight = torch.randn(4, k)
     groups = scheme.groups(weight).shape[1]
     number = scheme.fit(weight, clip=0.75, group_clip=0.5)
     tensor = scheme.fit(
