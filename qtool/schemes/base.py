@@ -137,7 +137,8 @@ class Scheme(ABC):
     def with_clip_bounds(self, params: Params, bounds: Tensor) -> Params:
         """``params`` with the legal integers nearest to the real ``bounds [2, N, G]``.
 
-        The inverse of :meth:`clip_bounds`; a scheme that has one has the other.
+        A scheme with one level, whose float scale is the step, gets another scale too: each bound
+        can be moved alone. The inverse of :meth:`clip_bounds`; a scheme that has one has the other.
         """
         raise NotImplementedError(self.name)
 
