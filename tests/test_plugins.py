@@ -99,6 +99,7 @@ def test_a_scheme_of_another_package_goes_all_the_way(
     assert qtool.plan("demo", "w4a16-pow2").job.format.scheme == "w4a16-pow2"
     card = (out / "README.md").read_text()
     assert "vllm serve" not in card and "qtool has no kernel for w4a16-pow2 in row-major" in card
+    assert "own-scheme 0.1.0" in card  # without which nobody loads it
 
 
 @pytest.mark.parametrize("missing", [SCHEMES, LAYOUTS])

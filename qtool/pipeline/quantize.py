@@ -290,7 +290,8 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
         **_stored(job),
         "calibration": dict(calibration.facts),
         "versions": {"qtool": qtool.__version__}
-        | {name: version(name) for name in ("torch", "transformers")},
+        | {name: version(name) for name in ("torch", "transformers")}
+        | plugins.versions(),
     }
 
 
