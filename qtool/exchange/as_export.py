@@ -27,7 +27,6 @@ from qtool.exchange.export import keeps_kv_scales
 from qtool.exchange.export_format import TOKEN_INT8, ExportFormat
 from qtool.exchange.export_notes import not_loaded
 from qtool.exchange.exportable import exported_formats
-from qtool.exchange.formats.affine import asymmetric_4
 from qtool.exchange.formats.compressed_tensors import E4M3_MAX, CompressedTensors
 from qtool.format import native_format
 from qtool.io.model_directory import directory_of
@@ -80,9 +79,7 @@ def load_as_export(
     formats = exported_formats(target, native, config)
     if reasons := not_loaded(target, config, formats):
         raise QtoolError(reasons[0])
-    dequantize |= any(
-        target.of_scheme[found.scheme].form is asymmetric_4 for found in formats.values() if found
-    )
+    dequantize |= target.has_zero_points(formats)
     if dequantize and not target.alike(formats):
         raise QtoolError(
             "transformers dequantizes all linears of an export by its first config group, and this"

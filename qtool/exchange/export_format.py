@@ -100,6 +100,10 @@ class ExportFormat(ABC):
         """A caution if only some loaders run linears in such different formats; empty if all do."""
         return ""
 
+    def loads_with(self, formats: Formats) -> str:
+        """What transformers must be told to load such linears; empty if nothing."""
+        return ""
+
     def takes_gathered(self, found: LinearFormat) -> bool:
         """Whether a permuted linear can be put back in order: if it has one scale a channel."""
         return found.group_size is None

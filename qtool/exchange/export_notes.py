@@ -52,6 +52,8 @@ def export_notes(
             f"transformers does not load this export: it makes {own} of other tensors, and drops "
             f"those that are in 16 bits when it loads {target.name}"
         )
+    if told := target.loads_with(formats):
+        notes.append(told)
     return notes + not_loaded(target, config, formats)
 
 

@@ -91,9 +91,11 @@ def test_every_scheme(
     tmp_path: Path,
 ) -> None:
     native = quantized(make_model(dtype=torch.bfloat16), scheme, size)
-    out = export(native, name, tmp_path / "out").directory
+    done = export(native, name, tmp_path / "out")
+    out = done.directory
     # transformers loads them one way only
     zero_points = scheme.startswith("w4a8-qoq") and name == W4A16
+    assert any("dequantize=True" in note for note in done.notes) == zero_points
     assert_equal(native, name, out, dequantize=dequantize or zero_points, dtype=dtype)
     if zero_points:
         found, expected = (qtool.load_as_export(native, name, dequantize=d) for d in (False, True))

@@ -129,15 +129,22 @@ class CompressedTensors(ExportFormat):
     def cautions_mixed(self, formats: Formats) -> str:
         if len(_expert_kinds(formats)) > 1:
             return "experts: transformers loads them in one scheme and group size alone"
-        found = filter(None, formats.values())
-        zeros = any(self.of_scheme[one.scheme].form is asymmetric_4 for one in found)
         # transformers loads zero points only with dequantize=True, which needs one config group
         return (
             "transformers cannot load weights with zero points beside those of another scheme or "
             "group size"
-            if zeros and not self.alike(formats)
+            if self.has_zero_points(formats) and not self.alike(formats)
             else ""
         )
+
+    def loads_with(self, formats: Formats) -> str:
+        told = "transformers loads zero points with CompressedTensorsConfig(dequantize=True) only"
+        return told if self.has_zero_points(formats) and self.alike(formats) else ""
+
+    def has_zero_points(self, formats: Formats) -> bool:
+        """Whether a linear is stored with zero points."""
+        found = filter(None, formats.values())
+        return any(self.of_scheme[one.scheme].form is asymmetric_4 for one in found)
 
     def alike(self, formats: Formats) -> bool:
         """Whether one config group describes all linears.
