@@ -383,6 +383,17 @@ def test_an_order_of_inputs_in_16_bits_is_refused(make_model: MakeModel, tmp_pat
         qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
 
 
+def test_an_export_does_not_name_the_wrong_transform_for_an_order(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    recipe = transform(lambda block: block.permute("mlp.down_proj", torch.arange(384).flip(0)))
+    recipe["layers"] = [{"match": ".*", "scheme": "w4a16", "group_size": 64}]
+    TRANSFORMS["mine"].permutes = lambda *_: ("mlp.down_proj",)  # type: ignore[method-assign]
+    out = qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
+    with pytest.raises(QtoolError, match="without the transform that reorders them, such as"):
+        qtool.export(out, "gptq")
+
+
 def test_inputs_that_only_one_side_would_rotate_are_refused(
     make_model: MakeModel, tmp_path: Path
 ) -> None:

@@ -149,7 +149,7 @@ def _formats(
                 raise QtoolError(
                     f"{name}: its input channels are reordered and its groups follow that order; "
                     f"{target.name} cannot gather a layer's input: quantize by a recipe without "
-                    "reorder and gather-outliers"
+                    "the transform that reorders them, such as reorder or gather-outliers"
                 )
             shape, cuts = shapes[f"{linear}.weight"], ranks[linear]
             _require_share(target, name, found, shape, cuts, tensor_parallel)
