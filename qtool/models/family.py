@@ -283,7 +283,7 @@ class Family:
             return slice(None)
         turns = Heads.of(config).kv if self.fused_by_head else 1
         # rows of each in a turn
-        sizes = {part: _size(words, dims) // turns for part, words in parts.items()}
+        sizes = {part: size_of(words, dims) // turns for part, words in parts.items()}
         names = list(parts)
         start = sum(sizes[part] for part in names[: names.index(name)])
         if turns == 1:
@@ -342,8 +342,9 @@ def _each(name: str, count: int) -> range:
 
 
 def _shape(words: str, dims: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(_size(word, dims) for word in words.split())
+    return tuple(size_of(word, dims) for word in words.split())
 
 
-def _size(words: str, dims: Mapping[str, int]) -> int:
+def size_of(words: str, dims: Mapping[str, int]) -> int:
+    """The number that ``words`` mean, a sum of sizes of ``dims`` and of numbers."""
     return sum(int(word) if word.isdigit() else dims[word] for word in words.split("+"))

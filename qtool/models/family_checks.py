@@ -5,7 +5,7 @@ from typing import Any, get_type_hints
 
 from qtool import plugins
 from qtool.errors import QtoolError, suggest
-from qtool.models.family import MOST_BLOCKS, OPTIONAL, REQUIRED, SIZES, Family
+from qtool.models.family import MOST_BLOCKS, OPTIONAL, REQUIRED, SIZES, Family, size_of
 from qtool.models.parts import Fold
 
 #: more than any size of a model: beyond it a config.json is damaged
@@ -16,7 +16,8 @@ def require_sizes(family: Family, settings: SimpleNamespace) -> None:
     """Check that ``settings`` have all sizes in which the family's shapes are declared.
 
     Raises:
-        QtoolError: one is missing, no positive whole number, or larger than any model's.
+        QtoolError: one is missing, no positive whole number, or larger than any model's; or the
+            parts of a fused linear do not add up to its rows.
     """
     if family.derived:
         return  # transformers built a model of them
@@ -45,6 +46,14 @@ def require_sizes(family: Family, settings: SimpleNamespace) -> None:
             raise QtoolError(
                 f"config.json: the size {word!r} of this {family.name} model is {dims[word]!r} "
                 f"there{most}"
+            )
+    for linear, parts in family.fused.items():
+        rows = size_of(family.tensors[f"{linear}.weight"].split()[0], dims)
+        together = sum(size_of(words, dims) for words in parts.values())
+        if together != rows:
+            raise QtoolError(
+                f"family {family.name}: the parts of the fused linear {linear} have {together} "
+                f"rows together, and {linear}.weight has {rows}"
             )
 
 
@@ -75,6 +84,7 @@ def require_consistent(family: Family) -> None:
             )
         if group.gate:
             named[group.gate] = "gate"
+    norms: list[str] = []
     if family.attention:
         projections = (
             family.attention.q,
@@ -83,7 +93,7 @@ def require_consistent(family: Family) -> None:
             family.attention.o,
         )
         named |= dict.fromkeys(projections, "attention")
-        norms = filter(None, (family.attention.q_norm, family.attention.k_norm))
+        norms += filter(None, (family.attention.q_norm, family.attention.k_norm))
         named |= dict.fromkeys(norms, "attention")
     named |= dict.fromkeys(family.post_norms, "post_norms") | dict.fromkeys(family.fused, "fused")
     sources = {group.source for group in family.groups if group.reads_residual}
@@ -97,12 +107,18 @@ def require_consistent(family: Family) -> None:
                 f"family {family.name}: {where} names {name!r}, and tensors has no {name}.weight"
             )
     known = {*SIZES, *family.sizes}
-    for tensor, shape in family.tensors.items():
+    rows = {part: words for parts in family.fused.values() for part, words in parts.items()}
+    for name, shape in {**family.tensors, **rows}.items():
         for word in shape.replace("+", " ").split():
             if not word.isdigit() and word not in known:
                 raise QtoolError(
-                    f"family {family.name}: the size {word!r} of {tensor}: {suggest(word, known)}"
+                    f"family {family.name}: the size {word!r} of {name}: {suggest(word, known)}"
                 )
+    if len(norms) == 1 and "smooth-attention" not in family.refuses:
+        raise QtoolError(
+            f"family {family.name}: attention has {norms[0]} on queries or keys alone, which "
+            "smooth-attention cannot scale: give refuses a reason for smooth-attention"
+        )
 
 
 def _positive(value: Any) -> bool:

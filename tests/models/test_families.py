@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from qtool import models, recipes
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.models import FAMILIES, Attention, Family, Fold, Heads, LinearGroup, family_of
-from qtool.models.families.llama import DOWN, LLAMA, UP
+from qtool.models.families.falcon import FALCON
+from qtool.models.families.llama import DOWN, LLAMA, UP, K, Q, V
+from qtool.models.families.phi3 import PHI3
 from qtool.models.family import REQUIRED
-from qtool.models.family_checks import require_consistent
+from qtool.models.family_checks import require_consistent, require_sizes
 from qtool.models.unsupported import DECODERS, why_unsupported
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize
@@ -181,10 +184,18 @@ def test_declared_families_name_what_they_declare(family: Family) -> None:
             {"attention": replace(LLAMA.attention or Attention(), k_norm="kn")},
             "attention names 'kn', and tensors has no kn.weight",
         ),
+        (
+            {
+                "attention": replace(LLAMA.attention or Attention(), k_norm="k_norm"),
+                "tensors": {**LLAMA.tensors, "k_norm.weight": "dim"},
+            },
+            "has k_norm on queries or keys alone, .*: give refuses a reason",
+        ),
         ({"readers": {"no_norm": (UP,)}}, "readers names 'no_norm', which no group reads"),
         ({"readers": {"input_layernorm": ("r",)}}, "readers names 'r', and tensors has no r"),
         ({"post_norms": ("n",)}, "post_norms names 'n', and tensors has no n.weight"),
         ({"fused": {"qkv": {"q": "hidden"}}}, "fused names 'qkv', and tensors has no qkv.weight"),
+        ({"fused": {UP: {"rest": "intr"}}}, "family Mine: the size 'intr' of rest: .* inter"),
         ({"biased": ("q",)}, "biased names 'q', and tensors has no q.weight"),
         ({"layer_norm": 1}, "layer_norm is 1; bool is expected"),
         ({"norm_offset": None}, "norm_offset is None; float is expected"),
@@ -204,6 +215,43 @@ def test_a_declaration_that_contradicts_itself_is_refused(
     monkeypatch.setattr(models, "FAMILIES", [*FAMILIES])
     with pytest.raises(QtoolError, match=said):
         models.register_family(replace(LLAMA, **{"name": "Mine", "model_types": ("mine",)} | wrong))
+
+
+def test_a_norm_on_keys_alone_is_declared_with_what_it_rules_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(models, "FAMILIES", [*FAMILIES])
+    mine = replace(
+        LLAMA,
+        name="Mine",
+        model_types=("mine",),
+        attention=replace(LLAMA.attention or Attention(), k_norm="k_norm"),
+        tensors={**LLAMA.tensors, "k_norm.weight": "dim"},
+        refuses={"smooth-attention": "a norm follows its keys alone"},
+    )
+    models.register_family(mine)
+    assert mine in models.FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("family", "parts", "rows"),
+    [
+        (PHI3, {Q: "q", K: "kv"}, (96, 128)),
+        (PHI3, {Q: "q", K: "kv", V: "kv+1"}, (129, 128)),
+        (replace(FALCON, choose=None), {Q: "q", K: "kv", V: "q"}, (144, 96)),
+    ],
+)
+def test_parts_of_a_fused_linear_that_do_not_make_it_up_are_refused(
+    family: Family, parts: dict[str, str], rows: tuple[int, int]
+) -> None:
+    linear = next(iter(family.fused))
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 61}
+    heads = {"num_key_value_heads": 2, "multi_query": family is not PHI3}
+    settings = SimpleNamespace(**sizes, **heads, intermediate_size=96, num_hidden_layers=1)
+    require_sizes(family, settings)
+    mine = replace(family, fused={**family.fused, linear: parts})
+    with pytest.raises(QtoolError, match=rf"{linear} have {rows[0]} rows .* has {rows[1]}$"):
+        require_sizes(mine, settings)
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "gemma3_text"])
