@@ -11,7 +11,7 @@ shard, so a killed attempt counts up to its last complete shard::
     {"format_version": 2, "job": "<sha256>", "device": "cpu",
      "seconds": 81.2, "peak_host_bytes": 912000000, "peak_device_bytes": 0,
      "phases": {"read": 3.1},
-     "attempts": [{"started": "2026-01-31T12:00:00Z", "device": "cpu", "shards": 14,
+     "attempts": [{"started": "2026-01-31T12:00:00Z", "device": "cpu", "threads": 8, "shards": 14,
                    "seconds": 81.2, "peak_host_bytes": 912000000, "peak_device_bytes": 0,
                    "phases": {"read": 3.1}}]}
 
@@ -44,10 +44,16 @@ SUFFIX, INSIDE = ".run.json", "run.json"
 
 @dataclass
 class Attempt:
-    """One process's part of a run; ``shards`` is the number of shards that it wrote."""
+    """One process's part of a run.
+
+    Attributes:
+        threads: torch's threads of a run on a CPU; 0 on a GPU, or if they were not recorded.
+        shards: the number of shards that it wrote.
+    """
 
     started: str
     device: str
+    threads: int = 0
     shards: int = 0
     seconds: float = 0.0
     peak_host_bytes: int = 0
@@ -72,7 +78,9 @@ class RunRecord:
         before = _read(self.path) if continued else {}
         self.earlier = list(before["attempts"]) if before.get("job") == self.job else []
         self.attempt = Attempt(
-            datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), device_name(device)
+            datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            device_name(device),
+            torch.get_num_threads() if device.type == "cpu" else 0,
         )
         if ranks.rank() == 0:
             for unfinished in self.path.parent.glob(f"{escape(self.path.name)}.*.tmp"):
@@ -80,6 +88,11 @@ class RunRecord:
         self.began = time.monotonic()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+
+    @property
+    def other_threads(self) -> list[int]:
+        """The numbers of threads of earlier attempts that are known and not this one's."""
+        return sorted({one["threads"] for one in self.earlier} - {0, self.attempt.threads})
 
     def shard_written(self) -> None:
         """Note one more shard on disk."""

@@ -112,6 +112,8 @@ def quantize(
         ranks.log(_resumed(output))
     with closing(output):
         record = RunRecord(out, output.identity, where, continued=output.continued)
+        if record.other_threads and not job.is_plain:
+            ranks.log(_other_threads(record))
         with recording(PhaseTimer(where)) as phases, _noting_refusal(output, record):
             drawn = _prepare(output, source, specs, job, calibration)
             record.write()
@@ -233,6 +235,16 @@ def _resumed(output: Output) -> str:
     done = f"{len(output.records)} of {output.shards} shards are whole"
     following = f"continues with shard {missing[0]}" if missing else "only its index is missing"
     return f"resuming {output.partial}: {done}, {following}"
+
+
+def _other_threads(record: RunRecord) -> str:
+    """A sentence on a run that continues with another number of threads."""
+    before = " and ".join(map(str, record.other_threads))
+    return (
+        f"the run began with {before} threads (OMP_NUM_THREADS) and continues with "
+        f"{record.attempt.threads}: sums are added in another order, so the bytes may be those of "
+        "neither number"
+    )
 
 
 def _config(job: Job) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -380,6 +381,36 @@ def test_a_run_killed_when_its_directory_has_its_name(
         run(source, "w8a8", out)
     assert (out / ".run").exists()
     assert run(source, "w8a8", out, resume=True) == out and not (out / ".run").exists()
+
+
+@pytest.mark.parametrize(
+    ("calibrated", "more", "says"),
+    [
+        (True, 1, True),
+        (True, 0, False),
+        (False, 1, False),  # weights that are rounded one by one are summed over no threads
+    ],
+)
+def test_a_run_resumed_with_other_threads_says_so(
+    calibrated: bool,
+    more: int,
+    says: bool,
+    make_model: MakeModel,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, out, own = make_model(), tmp_path / "out", torch.get_num_threads()
+    make = _calibrated if calibrated else partial(run, scheme="w8a8")
+    with pytest.raises(Killed):
+        make(source, out=out, progress=kill_at(2))
+    assert "threads" not in caplog.text
+    torch.set_num_threads(own + more)
+    try:
+        make(source, out=out, resume=True)
+    finally:
+        torch.set_num_threads(own)
+    said = f"the run began with {own} threads (OMP_NUM_THREADS) and continues with {own + more}: "
+    assert (said in caplog.text) == says
 
 
 def test_another_job_does_not_resume(make_model: MakeModel, tmp_path: Path) -> None:
