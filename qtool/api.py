@@ -212,8 +212,7 @@ def plan(
         The plan's numbers; ``print`` shows them as text.
 
     Raises:
-        QtoolError: what :func:`quantize` would refuse for its model, recipe or shapes, but for a
-            config of which transformers makes no model.
+        QtoolError: what :func:`quantize` would refuse for its model, recipe or shapes.
 
     Example::
 

@@ -103,7 +103,7 @@ def test_no_such_model(refused, tmp_path) -> None:  # type: ignore[no-untyped-de
 def test_a_config_that_transformers_cannot_make(  # type: ignore[no-untyped-def]
     key: str, value: object, said: str, refused, make_model: MakeModel, tmp_path: Path
 ) -> None:
-    """With calibration, and where weights are rounded one by one: before any work."""
+    """With calibration, and where weights are rounded one by one: before work, and in a plan."""
     model = make_model(vocab_size=4096)
     for file in DEMO.glob("tokenizer*"):
         shutil.copy(file, model)
@@ -112,6 +112,9 @@ def test_a_config_that_transformers_cannot_make(  # type: ignore[no-untyped-def]
     for options in (paper, ("--recipe", "fast")):
         refused(f"transformers cannot make the model of config.json ({said}", model, *options)
         assert not list(tmp_path.glob("refused*"))
+    for planned in (model, model / "config.json"):
+        with pytest.raises(QtoolError, match=re.escape(f"of config.json ({said}")):
+            qtool.plan(planned, "w4a8-lqq")
 
 
 SENSITIVITY = ("--choices", "w4a16,w8a8", "--budget-bits", 5, "--calib", "demo", "--samples", 1)
@@ -267,7 +270,7 @@ def test_sizes_of_one_family(refused, make_model: MakeModel) -> None:  # type: i
 
 def test_a_null_quantization_config_is_none(make_model: MakeModel, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     model = make_model()
-    edit_config(model, quantization_config=None, max_position_embeddings=None)
+    edit_config(model, quantization_config=None, head_dim=None)
     code, said = qtool_run(monkeypatch, capsys, "plan", model, "--scheme", "w4a8-lqq")
     assert code == 0 and "w4a8-lqq" in said
 

@@ -99,7 +99,7 @@ def quantize(
         raise QtoolError(
             f"recipe {recipe.scheme}/{recipe.variant} needs calibration data: pass --calib"
         )
-    _require_model(source, job)
+    require_made(source.directory, job)
     require_tied(source, job)
     calibration = calibration or Calibration()
     specs, side_files = job.shards(), source.side_files()
@@ -147,12 +147,16 @@ def _prepare(
         raise
 
 
-def _require_model(source: Checkpoint, job: Job) -> None:
-    """Refuse a config.json of a type that transformers knows, but of which it makes no model."""
+def require_made(directory: Path, job: Job) -> None:
+    """Refuse a config.json of a type that transformers knows, but of which it makes no model.
+
+    Raises:
+        QtoolError: what transformers says of the config.json in ``directory``.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if job.config["model_type"] in CONFIG_MAPPING:
-        config = float_config(source.directory)
+        config = float_config(directory)
         if not job.family.derived:  # else its model was made when the family was derived
             empty_model(config)
 

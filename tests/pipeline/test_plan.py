@@ -75,6 +75,7 @@ DISTILLED = {
 LARGE = {name: SHAPES[name] for name in ("llama-3.1-405b", "qwen3-235b-a22b", "deepseek-v3")} | {
     "mixtral-8x22b": SHAPES["llama-3-8b"]
     | {
+        "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "hidden_size": 6144,
         "intermediate_size": 16384,

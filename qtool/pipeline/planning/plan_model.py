@@ -18,7 +18,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.planning.plan import Plan, plan, require_devices
 from qtool.pipeline.planning.repack import plan_repack
-from qtool.pipeline.quantize import job_of
+from qtool.pipeline.quantize import job_of, require_made
 from qtool.recipes import Recipe
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -63,6 +63,8 @@ def plan_model(
     else:
         cast = None if options.dtype is None else require_dtype("--dtype", options.dtype)
         job = Job.of(config, recipe, dtype=cast)
+    if isinstance(model, str | PathLike):
+        require_made(config_directory(model), job)
     return plan(job, samples, options.seqlen, **memory, device=device, gpus=gpus)
 
 
