@@ -72,12 +72,18 @@ class Display:
     def __enter__(self) -> "Display":
         return self
 
+    def restart(self, seconds: float) -> None:
+        """Count time from here on, after ``seconds`` that the work took before."""
+        self.started = time.monotonic() - seconds
+
     def __call__(self, done: int, total: int, notes: Mapping[str, Any]) -> None:
         if _silent:
             return
         facts = self.facts(notes) if self.facts else ""
         if shows_bars():
-            self.bar = self.bar or bar(self.name, total, self.unit)
+            if self.bar is None:
+                self.bar = bar(self.name, total, self.unit)
+                self.bar.start_t -= time.monotonic() - self.started
             self.bar.set_postfix_str(facts, refresh=False)
             self.bar.update(done - self.bar.n)
         elif done == total or not self.lines or not done % max(1, total // self.lines):

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from qtool.distributed import watch
 from qtool.errors import CheckFailed, QtoolError, expand_home, require_names
 from qtool.io.integrity import CHANGED
 from qtool.io.model_directory import DEMO
+from qtool.io.run_record import record_path
 from qtool.table import render
 from tests.conftest import MakeModel
 
@@ -336,6 +338,39 @@ def test_units_that_end_at_once_say_nothing_of_the_time_left(
     assert [line.removeprefix("shard ") for line in lines] == [
         *("1/8, 10 s", "2/8, 10 s", "3/8, 10 s", "4/8, 14 s, 16 s left", "5/8, 18 s, 12 s left")
     ]
+
+
+def test_the_lines_of_a_run_count_its_seconds(
+    make_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the summary does: from the start of the run, with those of the attempts before."""
+    source, out = make_model(), tmp_path / "out"
+
+    def stop(_: object) -> str:
+        raise KeyboardInterrupt
+
+    for facts in (stop, None):
+        with progress.Display("quantize", "shard", facts) as shown:
+            shown.restart(1000.0)  # torch was imported meanwhile
+            with pytest.raises(KeyboardInterrupt) if facts else nullcontext():
+                done = api.quantize(source, "w4a16", out=out, resume=facts is None, progress=shown)
+        if facts:
+            record = record_path(out)
+            counted = json.loads(record.read_text())
+            counted["attempts"][0]["seconds"] += 500
+            record.write_text(json.dumps(counted))
+    lines = re.findall("^shard ./., ([0-9]+) s", capsys.readouterr().err, re.MULTILINE)
+    assert lines and all(500 <= int(seconds) <= done.seconds + 1 < 1000 for seconds in lines)
+
+
+def test_a_bar_counts_from_where_the_lines_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress.Display("quantize", "shard") as shown:
+        shown.restart(500.0)
+        shown(1, 2, {})
+        shown.bar.refresh()
+    assert "[08:20<" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,11 @@ class RunRecord:
         """The numbers of threads of earlier attempts that are known and not this one's."""
         return sorted({one["threads"] for one in self.earlier} - {0, self.attempt.threads})
 
+    @property
+    def earlier_seconds(self) -> float:
+        """Seconds of the earlier attempts."""
+        return sum(one["seconds"] for one in self.earlier)
+
     def shard_written(self) -> None:
         """Note one more shard on disk."""
         self.attempt.shards += 1
@@ -116,7 +121,7 @@ class RunRecord:
         total = {
             "format_version": FORMAT_VERSION,
             "job": self.job,
-            "seconds": sum(one["seconds"] for one in attempts),
+            "seconds": self.earlier_seconds + attempt.seconds,
             "peak_host_bytes": max(one["peak_host_bytes"] for one in attempts),
             "peak_device_bytes": max(one["peak_device_bytes"] for one in attempts),
             "device": ", ".join(dict.fromkeys(one["device"] for one in attempts)),

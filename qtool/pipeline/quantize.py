@@ -27,7 +27,7 @@ from qtool.models.auto import float_config
 from qtool.models.skeleton import empty_model, stays_float32
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.shards import Shards
-from qtool.progress import Progress
+from qtool.progress import Display, Progress
 from qtool.recipes import Recipe
 from qtool.runtime.dispatch import not_served
 from qtool.runtime.packed_linears import PackedLinears
@@ -114,6 +114,8 @@ def quantize(
         record = RunRecord(out, output.identity, where, continued=output.continued)
         if record.other_threads and not job.is_plain:
             ranks.log(_other_threads(record))
+        if isinstance(progress, Display):  # it shows the seconds that the record counts
+            progress.restart(record.earlier_seconds)
         with recording(PhaseTimer(where)) as phases, _noting_refusal(output, record):
             drawn = _prepare(output, source, specs, job, calibration)
             record.write()
