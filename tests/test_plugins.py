@@ -19,7 +19,7 @@ import qtool
 from qtool import plugins, recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.block import Block
-from qtool.calibration.method import Norm, Transform
+from qtool.calibration.method import Norm, Rounding, Transform
 from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.transforms.clip import Clip
@@ -865,6 +865,33 @@ def test_a_layout_a_family_a_method_a_format_and_a_kernel(
         qtool.register_kernel("w8a9", "row-major-8", W8A8)
     with pytest.raises(QtoolError, match="unknown layout 'column-majr-8': did you mean column-maj"):
         qtool.register_kernel("w8a8", "column-majr-8", W8A8)
+
+
+@pytest.mark.parametrize("notes", [{}, {"weight_error": 0.25}, {"steps": 3}])
+def test_the_weight_errors_of_a_rounding_from_outside_are_shown(
+    notes: dict[str, float], make_model: MakeModel, tmp_path: Path
+) -> None:
+    """From what it returns, or from its own notes, if it has any."""
+
+    @dataclasses.dataclass
+    class Nearest(Rounding):
+        name = "nearest"
+        needs_data = False
+
+        def round(self, block, batches):  # type: ignore[no-untyped-def]
+            found = RoundToNearest().round(dataclasses.replace(block, notes={}), batches)
+            for number, name in enumerate(found if notes else ()):
+                noted = {key: value / (1 + number) for key, value in notes.items()}
+                block.notes.setdefault(self.name, {})[name] = noted
+            return {name: dataclasses.replace(one, weight_error=0.5) for name, one in found.items()}
+
+    qtool.register_method(Nearest)
+    layers = [{"match": ".*", "scheme": "w8a8", "layout": "row-major-8"}]
+    recipe = {"layers": layers, "rounding": "nearest"}
+    done = qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
+    shown = {"weight_error": 0.25, "steps": None}.get(next(iter(notes), ""), 0.5)
+    assert max(done.errors.values(), default=None) == shown
+    assert ("largest relative error of a weight" in str(done)) == bool(shown)
 
 
 def test_what_the_same_lines_make_again_takes_the_place_of_the_first() -> None:

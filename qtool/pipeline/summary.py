@@ -13,10 +13,6 @@ from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.units import bytes_text, duration, times
 
-#: by rounding that notes an error of each linear: the quantity, and the key in the note. GPTQ
-#: rounds linears that saw few tokens to nearest, so these have a note of rtn
-NOTED = {"gptq": ("output", "error"), "rtn": ("weight", "weight_error")}
-
 
 @dataclass(frozen=True)
 class Quantized:
@@ -106,16 +102,34 @@ def noted_errors(
 
     The quantity is ``output`` if such an error is noted, else ``weight``; empty if none is noted.
     """
-    for method, (what, key) in NOTED.items():
+    by_block = list(map(errors_of, blocks))
+    for what in ("output", "weight"):
         errors = {
-            (block, linear): note[key]
-            for block, notes in enumerate(blocks)
-            for linear, note in notes.get(method, {}).items()
-            if key in note
+            (block, linear): error
+            for block, found in enumerate(by_block)
+            for linear, error in found[what].items()
         }
         if errors:
             return what, errors
     return "", {}
+
+
+def errors_of(notes: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The errors in the ``notes`` of a block, by quantity (``output``, ``weight``) and linear.
+
+    GPTQ notes those of outputs, and any rounding those of weights; GPTQ rounds linears that saw few
+    tokens to nearest, which have the error of a weight.
+    """
+    found: dict[str, dict[str, float]] = {"output": {}, "weight": {}}
+    for method, noted in notes.items():
+        for linear, note in noted.items() if isinstance(noted, Mapping) else ():
+            if not isinstance(note, Mapping):
+                continue
+            if method == "gptq" and "error" in note:
+                found["output"][linear] = note["error"]
+            elif isinstance(note.get("weight_error"), int | float):
+                found["weight"][linear] = note["weight_error"]
+    return found
 
 
 def shard_facts(notes: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from qtool.eval.compare import Delta, compare, item_changes
 from qtool.eval.kv_error import KVError
 from qtool.eval.results import Metric, Results, TaskResult
 from qtool.eval.saved import SavedResult
-from qtool.pipeline.summary import NOTED, noted_errors
+from qtool.pipeline.summary import errors_of, noted_errors
 
 
 @dataclass(frozen=True)
@@ -209,11 +209,7 @@ def experts(blocks: Sequence[Mapping[str, Any]]) -> list[Expert]:
     """All experts whose calibration tokens are recorded, in the order of the blocks."""
     found = []
     for block, notes in enumerate(blocks):
-        errors = [
-            (linear, note[key])
-            for method, (_, key) in NOTED.items()
-            for linear, note in notes.get(method, {}).items()
-        ]
+        errors = [pair for found in errors_of(notes).values() for pair in found.items()]
         for name, tokens in notes.get(NOTE, {}).items():
             own = [error for linear, error in errors if linear.startswith(f"{name}.")]
             found.append(Expert(block, name, **tokens, error=max(own, default=None)))

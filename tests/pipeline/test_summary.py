@@ -14,6 +14,8 @@ WEIGHTS = {"rtn": {"experts.0.up": {"weight_error": 0.7}}}
         ([WEIGHTS, OUTPUTS | WEIGHTS], "output", {(1, "down"): 0.1}),
         ([OUTPUTS, WEIGHTS], "output", {(0, "down"): 0.1}),
         ([WEIGHTS], "weight", {(0, "experts.0.up"): 0.7}),
+        ([{"mine": WEIGHTS["rtn"]}], "weight", {(0, "experts.0.up"): 0.7}),
+        ([{"clip": OUTPUTS["gptq"], "distill": {"loss": [1.0]}, "halved": 1}], "", {}),
         ([{}], "", {}),
     ],
 )

@@ -1,6 +1,6 @@
 """A rounded linear before it is packed: its codes, and a module that computes with them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,22 @@ from qtool.schemes.base import Params, Scheme
 class Rounded:
     """The outcome of rounding one linear: codes ``[N, K]`` and the scheme's parameters.
 
-    ``weight_error`` is ``||W - V|| / ||W||`` if it was computed.
+    ``weight_error`` is ``||W - V|| / ||W||`` if it was computed. A run shows it, unless the
+    rounding has notes of its own (``block.notes``) without it.
     """
 
     codes: Tensor
     params: Params
     weight_error: float | None = None
+
+
+def weight_errors(rounded: Mapping[str, Rounded]) -> dict[str, dict[str, float]]:
+    """Notes on those of the linears ``rounded`` whose ``weight_error`` was computed, by linear."""
+    return {
+        name: {"weight_error": one.weight_error}
+        for name, one in rounded.items()
+        if one.weight_error is not None
+    }
 
 
 def stacked(scheme: Scheme, parts: Sequence[Rounded]) -> tuple[Tensor, Params]:

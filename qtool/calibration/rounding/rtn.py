@@ -16,7 +16,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Rounding
-from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.rounding.rounded import Rounded, weight_errors
 from qtool.calibration.stacking import by_kind, clips_of, in_turn, stacked_weights
 from qtool.distributed import ranks
 from qtool.schemes.base import ClipRatio, Params, Scheme
@@ -51,10 +51,10 @@ class RoundToNearest(Rounding):
             for names, some in zip(turns, found, strict=True)
             for name, rounded in zip(names, some, strict=True)
         }
-        for name in block.schemes:
-            note = {"weight_error": by_name[name].weight_error}
+        rounded = {name: by_name[name] for name in block.schemes}
+        for name, note in weight_errors(rounded).items():
             block.notes.setdefault(self.name, {})[name] = note
-        return {name: by_name[name] for name in block.schemes}
+        return rounded
 
     def work(self, block: BlockShape) -> Work:
         return Work(rounding_weights=block.weights)

@@ -21,7 +21,7 @@ from qtool.calibration.expert_tokens import add_tokens
 from qtool.calibration.forwards import Reference, propagate
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.method import Transform
-from qtool.calibration.rounding.rounded import SimulatedLinear
+from qtool.calibration.rounding.rounded import SimulatedLinear, weight_errors
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
 from qtool.format import LinearFormat
@@ -193,6 +193,8 @@ class BuiltBlocks:
         ):
             rounded = job.rounding.round(block, self.batches)
         require_packable(job.rounding.name, rounded, formats, job.linears(index))
+        if errors := weight_errors(rounded):
+            notes.setdefault(job.rounding.name, errors)
         for method, noted in notes.items():
             require_json(noted, f"{method}: its notes of a block")
         stored = {
