@@ -102,6 +102,15 @@ def test_a_scheme_of_another_package_goes_all_the_way(
     assert "own-scheme 0.1.0" in card  # without which nobody loads it
 
 
+def test_a_checkpoint_names_the_packages_that_it_was_made_with(
+    installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    qtool.quantize("demo", "w4a16-pow2", out=tmp_path / "out")
+    del SCHEMES["w4a16-pow2"]
+    with pytest.raises(QtoolError, match=r"does .plugins where it was made: own-scheme 0\.1\.0.$"):
+        qtool.load(tmp_path / "out")
+
+
 @pytest.mark.parametrize("missing", [SCHEMES, LAYOUTS])
 def test_a_checkpoint_of_a_plugin_that_is_not_here_says_so(
     missing: dict[str, Any], make_model: MakeModel, tmp_path: Path

@@ -112,7 +112,9 @@ class CheckpointFormat:
 
     def in_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config.json of a native checkpoint in this format, from the source's ``config``."""
-        return {**config, "quantization_config": self.to_dict(), WEIGHTS_FIELD: NOTICE}
+        packages = plugins.versions()
+        made_with = {"plugins": packages} if packages else {}
+        return {**config, "quantization_config": self.to_dict() | made_with, WEIGHTS_FIELD: NOTICE}
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "CheckpointFormat":
@@ -134,7 +136,9 @@ class CheckpointFormat:
                 + " and ".join(map(str, FORMAT_VERSIONS))
             )
         try:
-            rules = tuple(_rule(dict(rule)) for rule in config["rules"])
+            made_with = config.get("plugins", {}).items()
+            packages = ", ".join(f"{name} {version}" for name, version in made_with)
+            rules = tuple(_rule(dict(rule), packages) for rule in config["rules"])
             return cls(
                 config["scheme"],
                 rules,
@@ -142,7 +146,7 @@ class CheckpointFormat:
                 kv=config.get("kv"),
                 rotated=_names(config, "rotated"),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise QtoolError(f"quantization_config is damaged: {error!r}") from error
 
 
@@ -193,7 +197,8 @@ def _rule_fields(linear_format: LinearFormat) -> dict[str, Any]:
     return fields
 
 
-def _rule(rule: dict[str, Any]) -> Rule:
+def _rule(rule: dict[str, Any], packages: str) -> Rule:
+    """The rule of its fields; ``packages`` had plugins where it was written."""
     match = rule.pop("match")
     if not rule["scheme"]:
         return Rule(match, None)
@@ -202,16 +207,18 @@ def _rule(rule: dict[str, Any]) -> Rule:
         raise TypeError(f"group_size {linear_format.group_size!r}")
     if str(linear_format.scale_dtype) not in DTYPES:
         raise ValueError(f"scale_dtype {linear_format.scale_dtype!r}")
-    _require_registered(SCHEMES, linear_format.scheme, "scheme")
-    _require_registered(LAYOUTS, linear_format.layout, "layout")
+    _require_registered(SCHEMES, linear_format.scheme, "scheme", packages)
+    _require_registered(LAYOUTS, linear_format.layout, "layout", packages)
     return Rule(match, linear_format)
 
 
-def _require_registered(table: Mapping[str, Any], name: str, kind: str) -> None:
+def _require_registered(table: Mapping[str, Any], name: str, kind: str, packages: str) -> None:
     """Refuse a stored name that is not in ``table``; it was registered where it was written."""
     plugins.load()
     if name not in table:
         raise QtoolError(
             f"the checkpoint has {kind} {name!r}, which is not built in and which no installed "
             f"plugin registers (known are {', '.join(table)}): install the package that does"
+            + f" (plugins where it was made: {packages})"
+            * bool(packages)
         )
