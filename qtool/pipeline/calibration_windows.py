@@ -184,7 +184,7 @@ class Windows:
         prompts = ids.reshape(-1, need.length)[:, : need.given]
         journal = None
         if self.output is not None and need.cache <= JOURNAL_BYTES:
-            journal = OutputJournal(self.output, need, str(self.device))
+            journal = OutputJournal(self.output, need, str(self.device), prompts)
         try:
             pieces = continued(
                 self._model(need),
@@ -222,12 +222,20 @@ class OutputJournal(Journal):
     """The journal of a continuation in a run's directory.
 
     An entry is due a second after the last one, or later if entries take long to write. Entries
-    that were drawn with another ``need`` or on another ``device`` are dropped.
+    that were drawn with another ``need``, on another ``device`` or after other ``prompts`` are
+    dropped: a run is resumed with a corpus of the same name, whatever its text is now.
     """
 
-    def __init__(self, output: Output, need: ContinuationMemory, device: str) -> None:
-        drawn = {"at_once": need.batch_size, "rounded": need.rounded, "device": device}
-        self.output, self.facts = output, drawn
+    def __init__(
+        self, output: Output, need: ContinuationMemory, device: str, prompts: Tensor
+    ) -> None:
+        self.output = output
+        self.facts = {
+            "at_once": need.batch_size,
+            "rounded": need.rounded,
+            "device": device,
+            "prompts": fingerprint([prompts]),
+        }
         self.entries, self.next = 0, time.monotonic() + 1
 
     def read(self) -> list[dict[str, Tensor]]:

@@ -6,6 +6,7 @@ import re
 import shutil
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,31 @@ def test_windows_that_are_half_drawn_are_drawn_on(
         last.write_bytes(last.read_bytes()[:-8])
     assert files(run(model, tmp_path / "out", resume=True)) == whole
     assert drawn == [*range(1, 6), *range(5 if damaged else 6, 15)]
+
+
+def test_half_drawn_windows_of_another_text_are_drawn_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A corpus is known by its name, and the text of that name may be another one now."""
+    local = tmp_path / "wikitext2" / "train.txt"
+    local.parent.mkdir()
+    how: dict[str, Any] = {"calibration": "wikitext2", "data_dir": tmp_path, "windows": "continued"}
+    make = partial(qtool.quantize, "demo", "w8a8", recipe="paper", samples=2, seqlen=32, **how)
+    append = OutputJournal.append
+
+    def killed(self: OutputJournal, entry: Any) -> None:
+        append(self, entry)
+        raise KeyboardInterrupt
+
+    local.write_text("the old man and the sea " * 40)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(OutputJournal, "due", lambda self: True)
+        patched.setattr(OutputJournal, "append", killed)
+        make(out=tmp_path / "out")
+    local.write_text("the young woman and the hill " * 40)
+    make(out=tmp_path / "whole")
+    make(out=tmp_path / "out", resume=True)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
