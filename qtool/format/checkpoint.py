@@ -216,9 +216,9 @@ def _require_registered(table: Mapping[str, Any], name: str, kind: str, packages
     """Refuse a stored name that is not in ``table``; it was registered where it was written."""
     plugins.load()
     if name not in table:
+        made_with = f" (plugins where it was made: {packages})" if packages else ""
         raise QtoolError(
             f"the checkpoint has {kind} {name!r}, which is not built in and which no installed "
             f"plugin registers (known are {', '.join(table)}): install the package that does"
-            + f" (plugins where it was made: {packages})"
-            * bool(packages)
+            f"{made_with}"
         )
