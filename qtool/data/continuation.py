@@ -8,7 +8,7 @@ training).
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -35,8 +35,8 @@ ADVICE = ", so it cannot continue calibration windows: pass --windows given to t
 class Journal(Protocol):
     """Keeps the sampled tokens, so that a killed run continues from them."""
 
-    def read(self) -> list[dict[str, Tensor]]:
-        """The entries so far, in their order."""
+    def read(self) -> Iterable[Mapping[str, Tensor]]:
+        """The entries so far, in their order; none is appended before the last one was read."""
 
     def due(self) -> bool:
         """Whether it is time for the next entry."""
@@ -69,16 +69,16 @@ def continued(
         QtoolError: NaN or Inf in the model's logits, or the model cannot be run.
     """
     random, windows = torch.Generator(model.device).manual_seed(seed), []
-    entries = [] if journal is None else journal.read()
+    entries = iter(() if journal is None else journal.read())
     for chunk in prompts.split(batch_size or len(prompts)):
         batch = _Batch(model, chunk, length)
-        while entries and batch.drawn < length:
-            batch.restore(entries.pop(0), random)
-        while batch.drawn < length:
+        while not batch.is_whole and (entry := next(entries, None)):
+            batch.restore(entry, random)
+        while not batch.is_whole:
             batch.draw(random)
-            if journal is None or not batch.can_be_kept:
+            if journal is None:
                 continue
-            if batch.drawn == length or journal.due():
+            if batch.is_whole or (batch.can_be_kept and journal.due()):
                 journal.append(batch.entry(random))
         batch.require_finite()
         windows.append(batch.windows.cpu())
@@ -99,7 +99,7 @@ class _Batch:
 
     def __init__(self, model: "PreTrainedModel", prompts: Tensor, length: int) -> None:
         known = inspect.signature(model.forward).parameters
-        self.model = model
+        self.model, self.length = model, length
         self.state = next((name for name in (CACHE, "cache_params") if name in known), "")
         with running(ADVICE):
             self.cache: Any = _cache(model, length) if self.state == CACHE else None
@@ -113,6 +113,11 @@ class _Batch:
     @property
     def windows(self) -> Tensor:
         return torch.cat(self.tokens, 1)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the windows have all their tokens."""
+        return self.drawn == self.length
 
     @property
     def can_be_kept(self) -> bool:
@@ -150,10 +155,13 @@ class _Batch:
         self.drawn += 1
 
     def entry(self, random: torch.Generator) -> dict[str, Tensor]:
-        """The tokens, keys and values since the last entry, and the generator's state."""
+        """The tokens, keys and values since the last entry, and the generator's state.
+
+        Nothing reads the keys and values of whole windows, so these have none.
+        """
         self.require_finite()
         found = {"tokens": self.windows[:, self.kept :], "random": random.get_state()}
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate([] if self.is_whole else self.layers):
             for name, filled in (("keys", layer.keys), ("values", layer.values)):
                 assert filled is not None
                 found[f"{name}.{number}"] = filled[:, :, self.cached : self.drawn - 1]
@@ -166,7 +174,7 @@ class _Batch:
         random.set_state(entry["random"])
         self.tokens += entry["tokens"].to(device).split(1, 1)
         self.drawn += entry["tokens"].shape[1]
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate([] if self.is_whole else self.layers):
             layer.update(entry[f"keys.{number}"].to(device), entry[f"values.{number}"].to(device))
         self._all_is_kept()
 

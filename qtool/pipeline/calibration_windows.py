@@ -8,7 +8,7 @@ directory, so that a resumed run reads them.
 import gc
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -45,8 +45,8 @@ from qtool.runtime.load import load, load_tokenizer
 
 #: the name of the windows in the run's directory
 STORED = "windows"
-#: most bytes of keys and values in the journal of a running continuation: on a GPU, windows with
-#: more are drawn in about the time that the journal would take to write
+#: most bytes of keys and values with which the journal stores windows that are half drawn: on a GPU
+#: those with more are drawn in about the time that the journal would take to write
 JOURNAL_BYTES = 4 << 30
 
 
@@ -183,7 +183,7 @@ class Windows:
         began = time.monotonic()
         prompts = ids.reshape(-1, need.length)[:, : need.given]
         journal = None
-        if self.output is not None and need.cache <= JOURNAL_BYTES:
+        if self.output is not None:
             journal = OutputJournal(self.output, need, str(self.device), prompts)
         try:
             pieces = continued(
@@ -221,9 +221,10 @@ class Windows:
 class OutputJournal(Journal):
     """The journal of a continuation in a run's directory.
 
-    An entry is due a second after the last one, or later if entries take long to write. Entries
-    that were drawn with another ``need``, on another ``device`` or after other ``prompts`` are
-    dropped: a run is resumed with a corpus of the same name, whatever its text is now.
+    An entry of half drawn windows is due a second after the last one, or later if entries take long
+    to write, and never if their cache has more than :data:`JOURNAL_BYTES`. Entries that were drawn
+    with another ``need``, on another ``device`` or after other ``prompts`` are dropped: a run is
+    resumed with a corpus of the same name, whatever its text is now.
     """
 
     def __init__(
@@ -237,22 +238,21 @@ class OutputJournal(Journal):
             "prompts": fingerprint([prompts]),
         }
         self.entries, self.next = 0, time.monotonic() + 1
+        self.takes_halves = need.cache <= JOURNAL_BYTES
 
-    def read(self) -> list[dict[str, Tensor]]:
-        found = []
+    def read(self) -> Iterator[dict[str, Tensor]]:
         names = self.output.kept_names(f"{CONTINUED}-")
         for name in names:
             kept = self.output.kept(name)
             if kept is None or kept[1] != self.facts:
                 break
-            found.append({key: read(entry) for key, entry in kept[0].items()})
-        for name in names[len(found) :]:
+            yield {key: read(entry) for key, entry in kept[0].items()}
+            self.entries += 1
+        for name in names[self.entries :]:
             self.output.drop(name)
-        self.entries = len(found)
-        return found
 
     def due(self) -> bool:
-        return time.monotonic() > self.next
+        return self.takes_halves and time.monotonic() > self.next
 
     def append(self, entry: Mapping[str, Tensor]) -> None:
         began = time.monotonic()

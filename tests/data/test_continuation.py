@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel
 
+from qtool.data import continuation
 from qtool.data.continuation import continued, sampled
 from qtool.errors import QtoolError
 from qtool.runtime.decode import graph_decoding
@@ -120,6 +121,22 @@ def test_a_killed_continuation_goes_on_to_the_same_windows(
     assert torch.equal(found, wanted)
     drawn = sum(entry["tokens"].numel() for entry in journal)
     assert drawn == 4 * (40 - texts().shape[1])  # each token once
+    assert sum("keys.0" not in entry for entry in journal) == -(-4 // batch_size)  # whole windows
+
+
+def test_whole_windows_are_kept_of_a_model_whose_state_is_not(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(make_model("llama"), dtype=torch.float32)
+    monkeypatch.setattr(continuation._Batch, "can_be_kept", False)
+    wanted = continued(model, texts(), 40, seed=0, batch_size=1)
+    journal = Entries(2)
+    with pytest.raises(Killed):
+        continued(model, texts(), 40, seed=0, batch_size=1, journal=journal)
+    assert [[*entry] for entry in journal] == [["tokens", "random"]] * 2
+    journal.most = 100
+    assert torch.equal(continued(model, texts(), 40, seed=0, batch_size=1, journal=journal), wanted)
+    assert len(journal) == 4
 
 
 @pytest.mark.parametrize(("config", "more"), [(LlamaConfig, {}), (Gemma3TextConfig, HYBRID)])

@@ -201,6 +201,17 @@ def test_windows_that_are_half_drawn_are_drawn_on(
     assert drawn == [*range(1, 6), *range(5 if damaged else 6, 15)]
 
 
+def test_windows_of_a_large_cache_are_stored_whole_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storing them half drawn would take as long as drawing them again."""
+    need = continuation_memory(asked("best").job, 2, 64, torch.device("cpu"), 1e9)
+    for most, due in ((need.cache, True), (need.cache - 1, False)):
+        monkeypatch.setattr(calibration_text, "JOURNAL_BYTES", most)
+        nowhere: Any = None
+        journal = OutputJournal(nowhere, need, "cpu", torch.zeros(1, 1))
+        journal.next = 0
+        assert journal.due() == due
+
+
 def test_half_drawn_windows_of_another_text_are_drawn_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
