@@ -1770,6 +1770,109 @@ FAULTS = [
             "(low - high, low + high)",
             "tests/schemes/arithmetic/test_online_hadamard.py",
         ),
+        # runs, their windows and their plans
+        (
+            "qtool/data/continuation.py",
+            "if batch.is_whole or (batch.can_be_kept and journal.due())",
+            "if batch.can_be_kept and journal.due()",
+            "tests/data/test_continuation.py",
+        ),
+        (
+            "qtool/data/continuation.py",
+            "return self.drawn == self.length",
+            "return self.drawn >= self.length - 1",
+            "tests/data/test_continuation.py",
+        ),
+        (
+            "qtool/pipeline/calibration_windows.py",
+            "return self.takes_halves and ",
+            "return ",
+            "tests/pipeline/test_calibration_windows.py -k large",
+        ),
+        (
+            "qtool/pipeline/calibration_windows.py",
+            "fingerprint([prompts])",
+            '""',
+            "tests/pipeline/test_calibration_windows.py -k another_text",
+        ),
+        (
+            "qtool/pipeline/recipe_fit/tile_fit.py",
+            'rf"\\.\\d+\\.({',
+            'rf"({',
+            "tests/pipeline/test_tile_fit.py tests/pipeline/test_family_recipe.py",
+        ),
+        (
+            "qtool/pipeline/planning/plan_model.py",
+            "            require_devices(device, gpus)\n",
+            "",
+            "tests/exchange/test_import.py -k devices",
+        ),
+        (
+            "qtool/pipeline/planning/plan_model.py",
+            "        require_made(config_directory(model), job)\n",
+            "        pass\n",
+            "tests/test_bad_input.py -k cannot_make",
+        ),
+        (
+            "qtool/report/commands.py",
+            '        and record.get("min_expert_tokens") in (None, known.min_expert_tokens)\n',
+            "",
+            "tests/report/test_report.py -k needs_no_file",
+        ),
+        (
+            "qtool/io/run_record.py",
+            "- {0, self.attempt.threads}",
+            "- {0}",
+            "tests/pipeline/test_quantize.py -k threads",
+        ),
+        (
+            "qtool/models/family_checks.py",
+            "        if together != rows:",
+            "        if together < rows:",
+            "tests/models/test_families.py -k fused",
+        ),
+        (
+            "qtool/models/family_checks.py",
+            "    if len(norms) == 1 and",
+            "    if len(norms) == 3 and",
+            "tests/models/test_families.py",
+        ),
+        (
+            "qtool/progress.py",
+            "time.monotonic() - seconds\n",
+            "time.monotonic()\n",
+            "tests/test_cli.py -k count",
+        ),
+        (
+            "qtool/pipeline/streaming/built_blocks.py",
+            "            notes.setdefault(job.rounding.name, errors)\n",
+            "            pass\n",
+            "tests/test_plugins.py -k weight_errors",
+        ),
+        (
+            "qtool/format/linear.py",
+            "if k % (inputs := scheme.activation.group_size or 1):",
+            "if (inputs := scheme.activation.group_size or 1) > k:",
+            "tests/test_plugins.py -k inputs_that",
+        ),
+        (
+            "qtool/exchange/formats/compressed_tensors.py",
+            'return told if self.has_zero_points(formats) and self.alike(formats) else ""',
+            'return ""',
+            "tests/exchange/test_as_export.py -k test_every_scheme",
+        ),
+        (
+            "qtool/calibration/transforms/learned_rotation.py",
+            "top ** (power - 1) / size",
+            "top ** (power - 1)",
+            "tests/calibration/transforms/test_learned_rotation.py",
+        ),
+        (
+            "qtool/format/checkpoint.py",
+            "self.to_dict() | made_with",
+            "self.to_dict()",
+            "tests/test_plugins.py -k made_with",
+        ),
     )
 ]
 
