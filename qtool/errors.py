@@ -22,6 +22,10 @@ class CheckFailed(QtoolError):
     """A verification found a mismatch: the input was readable, its content is wrong."""
 
 
+class DamagedFile(CheckFailed):
+    """A file is missing or has not its recorded hash; what was made of the others is whole."""
+
+
 class NotDownloaded(QtoolError):
     """A file of weights is missing, or there is only Git LFS's pointer to it."""
 

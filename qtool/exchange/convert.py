@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtool.errors import Interrupted, QtoolError
+from qtool.errors import DamagedFile, Interrupted, QtoolError
 from qtool.exchange.export_format import as_dtype
 from qtool.io.finite import require_finite
 from qtool.io.integrity import hashes_to_check, read_record, require_file_intact
@@ -45,7 +45,8 @@ class Conversion(ABC):
 
     Attributes:
         identity: facts by name; a killed conversion is continued only if all of them are equal.
-            ``source model`` is the source's fingerprint.
+            ``source model`` is the source's fingerprint by its recorded hashes, so that a damaged
+            file can be replaced.
         dtype: the dtype of weights outside packed linears; None keeps the source's.
     """
 
@@ -89,35 +90,51 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
     conversion is not done again.
 
     Raises:
-        CheckFailed: a file of the source differs from its recorded hash.
+        DamagedFile: a file of the source differs from its recorded hash. The finished shards are
+            kept, and the next call continues if the file was replaced.
         QtoolError: the content cannot be converted, or the source changed meanwhile; nothing is
             left behind.
     """
-    shards = list(shards_of(work).items())
-    recorded = hashes_to_check(work.source.directory)
+    shards, recorded = shards_of(work), hashes_to_check(work.source.directory)
     output = Output(out, work.identity, len(shards), resume=True)
     if not output.finished:
         with closing(output):
-            record = RunRecord(
-                out, output.identity, torch.device("cpu"), continued=output.continued
-            )
-            try:
-                for number, (path, owners) in enumerate(shards, 1):
-                    if number not in output.records:
-                        require_file_intact(path, recorded.get(path.name))
-                        _put(output, number, work, owners)
-                        record.shard_written()
-                    if progress:
-                        progress(number, len(shards), output.records[number]["notes"])
-                _finish(output, work)
-            except Interrupted:
-                raise
-            except QtoolError:
-                shutil.rmtree(output.partial)  # refused for its content: nothing to continue
-                record.path.unlink(missing_ok=True)
-                raise
+            _convert(work, output, shards, recorded, progress)
     notes: list[Json] = read_record(out)["blocks"]
     return notes
+
+
+def _convert(
+    work: Conversion,
+    output: Output,
+    shards: Mapping[Path, list[str]],
+    recorded: Mapping[str, str],
+    progress: Progress | None,
+) -> None:
+    """Make the shards that ``output`` lacks, and finish it."""
+    begun = work.source.fingerprint()
+    record = RunRecord(
+        output.directory, output.identity, torch.device("cpu"), continued=output.continued
+    )
+    try:
+        for number, (path, owners) in enumerate(shards.items(), 1):
+            if number not in output.records:
+                require_file_intact(path, recorded.get(path.name))
+                _put(output, number, work, owners)
+                record.shard_written()
+            if progress:
+                progress(number, len(shards), output.records[number]["notes"])
+        work.source.require_unchanged(begun)
+        _finish(output, work)
+    except Interrupted:
+        raise
+    except DamagedFile:
+        output.discard_empty()
+        raise
+    except QtoolError:
+        shutil.rmtree(output.partial)  # refused for its content: nothing to continue
+        record.path.unlink(missing_ok=True)
+        raise
 
 
 def shards_of(work: Conversion) -> dict[Path, list[str]]:
@@ -141,7 +158,6 @@ def _put(output: Output, number: int, work: Conversion, owners: list[str]) -> No
 
 
 def _finish(output: Output, work: Conversion) -> None:
-    work.source.require_unchanged(work.identity["source model"])
     metadata = work.metadata()
     for file, content in metadata.files.items():
         write_json(output.partial / file, content)

@@ -27,7 +27,7 @@ from qtool.exchange.export_notes import export_notes
 from qtool.exchange.exportable import exported_formats
 from qtool.exchange.gguf.write import FILE, write_gguf
 from qtool.format import LinearFormat, native_format
-from qtool.io.integrity import read_record
+from qtool.io.integrity import read_record, recorded_hashes
 from qtool.io.model_card import ERRORS, exactness, results_in, weight_errors
 from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
@@ -125,7 +125,7 @@ class _Export(Conversion):
         self.pieces = _pieces(self.family)
         self.notes = export_notes(target, source, self.all_formats, native.kv, self.kv is not None)
         self.identity = {
-            "source model": source.fingerprint(),
+            "source model": source.fingerprint(recorded_hashes(source.directory)),
             "format": target.name,
             "qtool version": qtool.__version__,
         }

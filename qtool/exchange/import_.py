@@ -36,6 +36,7 @@ from qtool.exchange.import_format import (
 from qtool.exchange.import_formats import import_format_of
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.io.check_source import check_source, require_tied
+from qtool.io.integrity import recorded_hashes
 from qtool.io.source import Checkpoint
 from qtool.io.source_names import adopt
 from qtool.layouts.row_major import ROW_MAJOR
@@ -123,7 +124,7 @@ class Import(Conversion):
                 "same, activations have 16 bits there and 8 here"
             )
         self.identity = {
-            "source model": source.fingerprint(),
+            "source model": source.fingerprint(recorded_hashes(source.directory)),
             "import": {
                 "format": self.foreign.name,
                 "layouts": dict(Counter(made.layout for made in self.formats.values())),

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import CheckFailed, refuse_pipe
+from qtool.errors import CheckFailed, DamagedFile, refuse_pipe
 
 RECORD, CONFIG, INDEX = "qtool.json", "config.json", "model.safetensors.index.json"
 #: files that decide which token ids a text has
@@ -93,10 +93,10 @@ def require_file_intact(path: Path, recorded: str | None) -> None:
     """Check that the file ``path`` has the sha256 ``recorded``; None is not checked.
 
     Raises:
-        CheckFailed: names the file.
+        DamagedFile: names the file.
     """
     if recorded is not None and sha256_of(path) != recorded:
-        raise CheckFailed(
+        raise DamagedFile(
             f"{path}: its sha256 is not the one that qtool.json recorded when it was written; "
             "the file is damaged: quantize again, or copy it again from where it is whole"
         )

@@ -6,7 +6,7 @@ A tensor is read when it is asked for.
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,17 +116,20 @@ class Checkpoint:
         """Names of the tensors whose name begins with ``prefix.``."""
         return (name for name in self.entries if name.startswith(prefix + "."))
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, recorded: Mapping[str, str] | None = None) -> str:
         """A hash of the config, of the tensors' names, shapes and places, and of the files' times.
 
-        It reads no weights: a file that was written again counts as changed.
+        It reads no weights: a file that was written again counts as changed. A file that has a
+        ``recorded`` hash, by name, counts by that hash instead of its time.
         """
+        recorded = recorded or {}
         digest = hashlib.sha256(json.dumps(self._config, sort_keys=True).encode())
         if self.adapter:
             digest.update(repr(self.adapter.hashes).encode())
         for name, entry in sorted(self._stored.items()):
             stat = entry.path.stat()
-            place = entry.path.name, entry.start, stat.st_size, stat.st_mtime_ns
+            written = recorded.get(entry.path.name, stat.st_mtime_ns)
+            place = entry.path.name, entry.start, stat.st_size, written
             facts = name, str(entry.dtype), entry.shape, *place
             digest.update(repr(facts).encode())
         return digest.hexdigest()

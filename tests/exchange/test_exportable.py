@@ -25,6 +25,7 @@ from qtool.exchange.exportable import exported_formats, formats_that_take
 from qtool.exchange.formats.gptq import Gptq
 from qtool.exchange.import_ import import_checkpoint
 from qtool.format import CheckpointFormat, LinearFormat, native_format
+from qtool.io.output import Output
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import plan
@@ -228,18 +229,38 @@ def flip(directory: Path, shard: str) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("shard", ["00001-of", "00003-of", "00004-of"])
-def test_a_flipped_byte_stops_an_export(shard: str, make_model: MakeModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_a_flipped_byte_stops_an_export(
+    number: int, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shards before it are kept, and used once the file is replaced."""
     source = Checkpoint(make_model(dtype=torch.float16))
     native = quantize(source, recipe_of([rule("w4a16", 32)]), tmp_path / "native")
-    flip(native, shard)
-    with pytest.raises(CheckFailed, match=f"model-{shard}-00004.safetensors: its sha256 is not"):
+    whole = export(native, "gptq", tmp_path / "whole").directory
+    flip(native, f"{number:05d}-of")
+    damaged = f"model-{number:05d}-of-00004.safetensors"
+    with pytest.raises(CheckFailed, match=f"{damaged}: its sha256 is not"):
         export(native, "gptq", tmp_path / "out")
-    assert not list(tmp_path.glob("out*"))
+    kept = sorted(path.name for path in tmp_path.glob("out.partial/*.safetensors"))
+    assert len(kept) == number - 1 and bool(kept) == (tmp_path / "out.run.json").exists()
+    assert not (tmp_path / "out").exists() and bool(kept) == (tmp_path / "out.partial").exists()
     result = CliRunner().invoke(
         cli, ["export", str(native), "--format", "gptq", "--out", str(tmp_path / "out")]
     )
     assert isinstance(result.exception, CheckFailed)
+    flip(native, f"{number:05d}-of")
+    written, put = [], Output.write_shard
+
+    def counted(self: Output, shard: int, *rest: Any) -> None:
+        written.append(shard)
+        put(self, shard, *rest)
+
+    monkeypatch.setattr(Output, "write_shard", counted)
+    done = export(native, "gptq", tmp_path / "out").directory
+    assert written == list(range(number, 5))
+    assert {p.name: p.read_bytes() for p in done.iterdir()} == {
+        p.name: p.read_bytes() for p in whole.iterdir()
+    }
 
 
 def test_a_flipped_byte_stops_an_import(make_model: MakeModel, tmp_path: Path) -> None:
@@ -250,7 +271,12 @@ def test_a_flipped_byte_stops_an_import(make_model: MakeModel, tmp_path: Path) -
     flip(foreign, "00002-of")
     with pytest.raises(CheckFailed, match="its sha256 is not"):
         import_checkpoint(Checkpoint(foreign), tmp_path / "out")
-    assert not list(tmp_path.glob("out*"))
+    assert [path.name for path in tmp_path.glob("out.partial/*.safetensors")] == [
+        "model-00001-of-00004.safetensors"
+    ]
+    flip(foreign, "00002-of")
+    import_checkpoint(Checkpoint(foreign), tmp_path / "out")
+    assert not list(tmp_path.glob("out.partial"))
 
 
 def test_a_format_from_outside(
