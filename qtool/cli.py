@@ -114,6 +114,7 @@ def quantize(
 ) -> None:
     """Quantize MODEL: a local directory, a hub id, or `demo`."""
     from qtool import api
+    from qtool.pipeline.run import out_beside
     from qtool.pipeline.summary import shard_facts
 
     with progress.Display("quantize", "shard", shard_facts) as shown:
@@ -122,7 +123,7 @@ def quantize(
         return
     exported = None
     if export_format:
-        beside = done.directory.with_name(f"{done.directory.name}-{export_format}")
+        beside = out_beside(done.directory, export_format)
         with progress.Display("export", "shard") as shown:
             exported = api.export(done.directory, export_format, beside, progress=shown)
     if as_json:

@@ -126,11 +126,15 @@ def default_out(model: str | PathLike[str], scheme: str) -> Path:
     """
     local = expand_home(model)
     if model == "demo" or not local.is_dir():
-        return Path(f"{fspath(model).split('/')[-1]}-{scheme}")
+        return out_beside(Path(fspath(model).split("/")[-1]), scheme)
     named = Path(abspath(local))  # a link is named, not what it leads to
     facts = provenance(named)
-    name = f"{facts['directory']}-{scheme}"
-    return Path(name) if "hub id" in facts else named.with_name(name)
+    return out_beside(Path(facts["directory"]) if "hub id" in facts else named, scheme)
+
+
+def out_beside(directory: Path, made: str) -> Path:
+    """``DIRECTORY-MADE``: where what is made of ``directory`` by a scheme or a format is put."""
+    return directory.parent / f"{directory.name}-{made}"
 
 
 def default_text(directory: Path) -> str:
@@ -148,7 +152,7 @@ def _require_exportable(
     """Refuse a result ``out`` that ``target`` cannot express, and an ``OUT-FORMAT`` that exists."""
     exported_formats(target, native, config)
     if not options.resume:
-        require_new(out.with_name(f"{out.name}-{target.name}"))
+        require_new(out_beside(out, target.name))
 
 
 def _log_unused(

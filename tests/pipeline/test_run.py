@@ -21,6 +21,8 @@ def test_the_result_stands_beside_the_model(
     assert default_out(".", "w4a16") == model.with_name("abc-w4a16")
     assert default_out("demo", "w4a16") == Path("demo-w4a16")
     assert default_out("some/llama", "w4a16") == Path("llama-w4a16")
+    assert default_out("missing/", "w4a16") == Path("-w4a16")  # the model is refused later
+    assert default_out("/", "w4a16") == Path("/-w4a16")
 
 
 def test_of_the_hubs_cache_the_result_lies_in_the_working_directory(tmp_path: Path) -> None:
