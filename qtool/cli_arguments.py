@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from qtool import progress
+from qtool.data.defaults import CALIBRATION_SEQLEN, EVALUATION_SEQLEN, SAMPLES
 from qtool.errors import QtoolError, require_new_path
 from qtool.recipes import VARIANTS
 
@@ -153,16 +154,24 @@ CALIB = click.option(
     " several with their numbers of windows, as in wikitext2:64,chat.jsonl:32."
     " Default: wikitext2, or the demo's own text, if the recipe looks at activations.",
 )
-SAMPLES = click.option(
-    "--samples", type=POSITIVE, help="Calibration windows. Default: as --calib says, or 128."
+CALIBRATION_WINDOWS = click.option(
+    "--samples",
+    type=POSITIVE,
+    help=f"Calibration windows. Default: as --calib says, or {SAMPLES}.",
 )
-SEQLEN = click.option(
-    "--seqlen",
-    type=TWO_OR_MORE,
-    default=2048,
-    show_default=True,
-    help="Tokens per window, at most the model's context.",
-)
+
+
+def seqlen(default: int) -> Callable[[F], F]:
+    """The option for the length of windows."""
+    return click.option(
+        "--seqlen",
+        type=TWO_OR_MORE,
+        default=default,
+        show_default=True,
+        help="Tokens per window, at most the model's context.",
+    )
+
+
 WINDOWS = click.option(
     "--windows",
     type=click.Choice(["given", "continued"]),
@@ -218,8 +227,8 @@ RUN = (
     FOR_EXPORT,
     KV,
     CALIB,
-    SAMPLES,
-    SEQLEN,
+    CALIBRATION_WINDOWS,
+    seqlen(CALIBRATION_SEQLEN),
     WINDOWS,
     CAST,
     KEEP_UNKNOWN,
@@ -290,9 +299,7 @@ SENSITIVITY = _options(
     CALIB,
     DATA_DIR,
     click.option("--samples", type=POSITIVE, default=8, show_default=True, help="Windows."),
-    click.option(
-        "--seqlen", type=TWO_OR_MORE, default=512, show_default=True, help="Tokens per window."
-    ),
+    seqlen(512),
     DEVICE,
 )
 EVALUATE = _options(
@@ -303,7 +310,7 @@ EVALUATE = _options(
     ),
     click.option("--compare", help="A baseline model; prints the change against it."),
     DATA_DIR,
-    SEQLEN,
+    seqlen(EVALUATION_SEQLEN),
     click.option("--limit", type=POSITIVE, help="Most windows or items per task."),
     click.option(
         "--batch-size",

@@ -15,12 +15,13 @@ from qtool.cli_arguments import (
     QUIET,
     RECIPE,
     SCHEME,
-    SEQLEN,
     TENSOR_PARALLEL,
     NewPath,
     command,
     print_json,
+    seqlen,
 )
+from qtool.data.defaults import CALIBRATION_SEQLEN, SAMPLES
 from qtool.errors import require_names
 
 
@@ -83,9 +84,9 @@ def bench_kv(shapes: str | None) -> None:
     "--layers", type=POSITIVE, help="Blocks of a random checkpoint; the shape's own by default."
 )
 @click.option(
-    "--samples", type=POSITIVE, default=128, show_default=True, help="Calibration windows."
+    "--samples", type=POSITIVE, default=SAMPLES, show_default=True, help="Calibration windows."
 )
-@SEQLEN
+@seqlen(CALIBRATION_SEQLEN)
 @ACTIVATIONS
 @click.option(
     "--device-memory", type=float, help="GB of the GPU that the run may have; all by default."

@@ -26,13 +26,12 @@ from torch import Tensor
 
 from qtool.data import corpora
 from qtool.data.calibration_input import CalibrationInput, Documents, TokenIds, parse, require_data
+from qtool.data.defaults import SAMPLES
 from qtool.errors import QtoolError, expand_home, plain, require_count
 
 CalibrationMix: TypeAlias = (
     "CalibrationInput | Mapping[str, int | None] | Sequence[tuple[CalibrationInput, int | None]]"
 )
-#: number of windows of a run if neither the parts nor ``--samples`` give one
-SAMPLES = 128
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from typing import Any, TypedDict
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qtool.data import corpora
+from qtool.data.defaults import EVALUATION_SEQLEN
 from qtool.errors import QtoolError, require_count
 from qtool.eval.engine import Model, engine_name
-from qtool.eval.perplexity import SEQLEN, perplexity
+from qtool.eval.perplexity import perplexity
 from qtool.eval.results import Metric, Results, TaskResult
 
 
@@ -61,7 +62,7 @@ def load_tasks(
     tasks: Iterable[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    seqlen: int = SEQLEN,
+    seqlen: int = EVALUATION_SEQLEN,
     limit: int | None = None,
     data_dir: str | Path | None = None,
     batch_size: int = 8,

@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qtool import progress
+from qtool.data.defaults import EVALUATION_SEQLEN
 from qtool.errors import QtoolError
 from qtool.eval.deterministic import arithmetic
 from qtool.eval.engine import Engine, Model
@@ -32,7 +33,6 @@ from qtool.eval.results import standard_error
 from qtool.models.architecture import context_length
 from qtool.models.auto import running, text_model
 
-SEQLEN = 2048
 FLOAT32_LOGITS = 2**25  # elements converted to float32 at once: 128 MiB
 
 
@@ -81,7 +81,7 @@ def perplexity(
     model: Model,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    seqlen: int = SEQLEN,
+    seqlen: int = EVALUATION_SEQLEN,
     limit: int | None = None,
     batch_size: int = 8,
     deterministic: bool = False,

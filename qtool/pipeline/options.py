@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import torch
 
 from qtool import recipes
+from qtool.data.defaults import CALIBRATION_SEQLEN
 from qtool.errors import (
     QtoolError,
     plain,
@@ -24,7 +25,6 @@ from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.schemes import hardware
 from qtool.schemes.kv import KV4, require_kv
 
-SEQLEN = 2048
 WHOLE_CHANNEL = "channel"
 ACTIVATIONS = ("auto", "device", "host", "disk")
 
@@ -132,7 +132,7 @@ class QuantizeOptions(RecipeOverrides):
     """
 
     samples: int | None = None
-    seqlen: int = SEQLEN
+    seqlen: int = CALIBRATION_SEQLEN
     seed: int = 0
     data_dir: str | Path | None = None
     activations: str = "auto"

@@ -9,8 +9,8 @@ import yaml
 from qtool import recipes
 from qtool.data.calibration_input import UNNAMED
 from qtool.data.corpora import SOURCES
+from qtool.data.defaults import EVALUATION_SEQLEN
 from qtool.errors import QtoolError
-from qtool.eval.perplexity import SEQLEN
 from qtool.recipes import LayerRule
 from qtool.report.data import Quality, Report
 
@@ -75,7 +75,8 @@ def evaluations(rows: Sequence[Quality], directory: str, base: str) -> list[str]
     for row in rows:
         fact, result = row.facts, row.result
         options = [f"--limit {fact['limit']}"] if fact.get("limit") else []
-        options += [f"--seqlen {fact['seqlen']}"] if fact.get("seqlen", SEQLEN) != SEQLEN else []
+        if (seqlen := fact.get("seqlen", EVALUATION_SEQLEN)) != EVALUATION_SEQLEN:
+            options.append(f"--seqlen {seqlen}")
         options += [f"--{name} {fact[name]}" for name in ("kv", "dtype") if name in fact]
         options += ["--deterministic"] if fact.get("deterministic") else []
         if fact.get("engine"):

@@ -13,12 +13,11 @@ import torch
 
 from qtool.calibration.method import LEARNING_SEQUENCES
 from qtool.calibration.rounding.rtn import chunk_bytes
-from qtool.data.mix import SAMPLES
+from qtool.data.defaults import CALIBRATION_SEQLEN, SAMPLES
 from qtool.errors import QtoolError, require_count
 from qtool.models.architecture import dtype_name
 from qtool.pipeline import free_memory
 from qtool.pipeline.job import Job
-from qtool.pipeline.options import SEQLEN
 from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.estimate import CPU, H200, Rates, seconds
 from qtool.pipeline.streaming import activations
@@ -140,7 +139,7 @@ class Plan:
 def plan(
     job: Job,
     samples: int = SAMPLES,
-    seqlen: int = SEQLEN,
+    seqlen: int = CALIBRATION_SEQLEN,
     device_memory: float = H200.memory,
     host_memory: float | None = None,
     *,
