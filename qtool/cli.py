@@ -160,7 +160,8 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 @MODEL
 @SENSITIVITY
 @QUIET
-def sensitivity(model: str, **options: Any) -> None:
+@JSON
+def sensitivity(model: str, as_json: bool, **options: Any) -> None:
     """Write a recipe with the best scheme for each layer of MODEL.
 
     The cost of each scheme in a layer is measured on the model's output. The recipe stores at most
@@ -170,7 +171,7 @@ def sensitivity(model: str, **options: Any) -> None:
 
     with progress.Display("measure", "group") as shown:
         found = api.sensitivity(model, progress=shown, **options)
-    click.echo(found)
+    print_json(found.as_dict()) if as_json else click.echo(found)
 
 
 @command(cli, "qtool family demo")

@@ -172,6 +172,9 @@ def seqlen(default: int) -> Callable[[F], F]:
     )
 
 
+SEED = click.option(
+    "--seed", default=0, show_default=True, help="Seed of the calibration windows."
+)
 WINDOWS = click.option(
     "--windows",
     type=click.Choice(["given", "continued"]),
@@ -239,12 +242,7 @@ QUANTIZE = _options(
         "--out", type=NewPath(), help="Output directory. Default: MODEL-SCHEME beside MODEL."
     ),
     DATA_DIR,
-    click.option(
-        "--seed",
-        default=0,
-        show_default=True,
-        help="Seed of the calibration windows.",
-    ),
+    SEED,
     ACTIVATIONS,
     DEVICE,
     click.option(
@@ -300,6 +298,7 @@ SENSITIVITY = _options(
     DATA_DIR,
     click.option("--samples", type=POSITIVE, default=8, show_default=True, help="Windows."),
     seqlen(512),
+    SEED,
     DEVICE,
 )
 EVALUATE = _options(

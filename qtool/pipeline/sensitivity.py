@@ -8,8 +8,9 @@ token, with only that group rounded to nearest; the costs of several groups are 
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil, prod
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -68,6 +69,12 @@ class Sensitivity:
     curve: list[Point]
     uniform: dict[str, Point]
     options: dict[str, list[Option]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was measured, as plain data; the recipe is in its own file."""
+        facts = asdict(self)
+        del facts["recipe"]
+        return facts
 
     def __str__(self) -> str:
         """The points whose divergence was measured, by bits, each with a text on what it is."""

@@ -5,7 +5,7 @@ what would fail after the measurements, which take long, is refused before them.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -82,9 +82,7 @@ def write_recipe(
             f"{device} ran out of memory ({in_one_line(error)}) for the model and what it makes of "
             "one window: free memory, or pass a smaller --seqlen"
         ) from error
-    facts = {"calibration": windows.facts, **asdict(found)}
-    del facts["recipe"]
-    write_json(facts_file, facts)
+    write_json(facts_file, {"calibration": windows.facts, **found.as_dict()})
     write_text(out, recipes.as_yaml(found.recipe))
     return found
 

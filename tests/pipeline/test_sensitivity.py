@@ -182,6 +182,10 @@ def test_the_command_prints_the_curve(make_model: MakeModel, tmp_path: Path) -> 
     assert done.exit_code == 0, done.output
     assert "KL predicted" in done.stdout and "chosen" in done.stdout and "all w8a8" in done.stdout
     assert recipes.load(None, str(out)).step("rotate")  # of w4a16's best
+    again = ["--out", str(tmp_path / "again.yaml"), "--seed", "1", "--json"]
+    done = CliRunner().invoke(cli, ["sensitivity", str(model), *again, *arguments.split()])
+    stored = json.loads((tmp_path / "again.json").read_text())
+    assert stored.pop("calibration")["seed"] == 1 and json.loads(done.stdout) == stored
     qtool.quantize(
         model, recipe=out, out=tmp_path / "out", calibration="demo", samples=2, seqlen=16
     )
