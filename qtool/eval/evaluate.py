@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qtool.data import corpora
 from qtool.data.defaults import EVALUATION_SEQLEN
-from qtool.errors import QtoolError, require_count
+from qtool.errors import QtoolError, expand_home, require_count
 from qtool.eval.engine import Model, engine_name
+from qtool.eval.local_tasks import require_no_task
 from qtool.eval.perplexity import perplexity
 from qtool.eval.results import Metric, Results, TaskResult
 
@@ -107,7 +108,7 @@ def load_tasks(
                 " command line takes it, `python -m qtool.lm_eval --include_path DIR --tasks NAME`"
             )
         if corpora.is_corpus(name):
-            corpus = corpora.load(name, split=corpora.TEST, data_dir=data_dir)
+            corpus = _corpus(name, data_dir)
             if sharing[corpus.name] > 1:  # files with the same name in several folders
                 corpus = replace(corpus, name=name)
             task = _perplexity_task(name, corpus, seqlen, how)
@@ -115,6 +116,14 @@ def load_tasks(
             task = _zero_shot_task(name, data_dir, how)
         found.append(replace(task, facts=task.facts | same))
     return found
+
+
+def _corpus(name: str, data_dir: str | Path | None) -> corpora.Corpus:
+    try:
+        return corpora.load(name, split=corpora.TEST, data_dir=data_dir)
+    except QtoolError:
+        require_no_task(expand_home(name))
+        raise
 
 
 def _perplexity_task(

@@ -71,6 +71,23 @@ def local_tasks(data_dir: str | Path | None) -> dict[str, Path]:
     )
 
 
+def require_no_task(path: Path) -> None:
+    """Refuse a file of questions that was named where a text is expected.
+
+    Raises:
+        QtoolError: the first row of the file ``path`` is in one of :data:`FORMS`.
+    """
+    try:
+        row = _read(path)[0] if path.is_file() else {}
+    except QtoolError:
+        return
+    if frozenset(row) in FORMS:
+        raise QtoolError(
+            f"{path} holds the questions of a zero-shot task, not a text: put it at "
+            f"DIR/tasks/{path.stem}.jsonl and evaluate {path.stem} with --data-dir DIR"
+        )
+
+
 def load(name: str, path: Path, index: "Callable[[], TaskManager]") -> "ConfigurableTask":
     """The lm-eval task of a file; ``index`` finds lm-eval's own tasks.
 

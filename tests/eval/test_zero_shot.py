@@ -16,6 +16,7 @@ from qtool.data import corpora
 from qtool.errors import QtoolError
 from qtool.eval import demo_choice, local_tasks, zero_shot
 from qtool.eval.compare import compare
+from qtool.eval.evaluate import load_tasks
 from qtool.eval.results import Results
 from qtool.io import hub
 
@@ -309,6 +310,17 @@ def test_malformed_files(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(QtoolError, match=message):
         local_tasks.load("t", path, zero_shot._index)
+
+
+def test_a_file_of_questions_is_no_text(tokenizer, data_dir, tmp_path):
+    """The sentence says where a task's file belongs."""
+    file = data_dir / "tasks" / "piqa.jsonl"
+    with pytest.raises(QtoolError, match=r"not a text: put it at DIR/tasks/piqa\.jsonl and"):
+        load_tasks([str(file)], tokenizer)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "?"}')
+    with pytest.raises(QtoolError, match="has the keys question, expected a row with"):
+        load_tasks([str(other)], tokenizer)
 
 
 def test_a_pipe_is_no_task(tmp_path):
