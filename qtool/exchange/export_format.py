@@ -78,10 +78,11 @@ class ExportFormat(ABC):
         """
         rows, columns = self.tile_of(found.scheme)
         if n % rows or k % columns or k % (found.group_size or 1):
-            columns = max(columns, found.group_size or 1)
+            sizes = {"N": rows, "K": max(columns, found.group_size or 1)}
+            needed = [f"{side} a multiple of {size}" for side, size in sizes.items() if size > 1]
             raise QtoolError(
-                f"{name}: {self.name} needs a weight [N, K] with N a multiple of {rows} and K of "
-                f"{columns}, found [{n}, {k}]"
+                f"{name}: {self.name} needs a weight [N, K] with {' and '.join(needed)}, "
+                f"found [{n}, {k}]"
             )
 
     def tile_of(self, scheme: str) -> tuple[int, int]:
