@@ -201,9 +201,8 @@ def plan(
         recipe: as :func:`quantize` takes it.
         calibration: as :func:`quantize` takes it; its windows are counted, none is read.
         kv: as :func:`quantize` takes it.
-        options: as :func:`quantize` takes them; ``samples`` and ``seqlen`` matter only if the
-            recipe calibrates, and ``seed``, ``data_dir``, ``activations`` and ``resume`` never: the
-            plan puts the activations where ``auto`` would.
+        options: as :func:`quantize` takes them; ``samples``, ``seqlen`` and ``activations`` matter
+            only if the recipe calibrates, and ``seed``, ``data_dir`` and ``resume`` never.
         device_memory: memory of the GPU, in GB (1e9 bytes); by default an H200's.
         device: ``cuda``, which stands for an H200, or ``cpu``, for two cores.
         gpus: GPUs that share the run. The host's memory is that of this machine.

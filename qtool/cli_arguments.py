@@ -172,9 +172,7 @@ def seqlen(default: int) -> Callable[[F], F]:
     )
 
 
-SEED = click.option(
-    "--seed", default=0, show_default=True, help="Seed of the calibration windows."
-)
+SEED = click.option("--seed", default=0, show_default=True, help="Seed of the calibration windows.")
 WINDOWS = click.option(
     "--windows",
     type=click.Choice(["given", "continued"]),
@@ -233,6 +231,7 @@ RUN = (
     CALIBRATION_WINDOWS,
     seqlen(CALIBRATION_SEQLEN),
     WINDOWS,
+    ACTIVATIONS,
     CAST,
     KEEP_UNKNOWN,
 )
@@ -243,7 +242,6 @@ QUANTIZE = _options(
     ),
     DATA_DIR,
     SEED,
-    ACTIVATIONS,
     DEVICE,
     click.option(
         "--adapter", help="A LoRA adapter (a directory or a hub id) to merge into MODEL's weights."

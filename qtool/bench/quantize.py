@@ -182,7 +182,8 @@ def run(
     record = json.loads(record_path(out).read_text())
     reserved = torch.cuda.max_memory_reserved(device) if cuda else 0
     memory = gpu_memory(torch.device(device))[0] if cuda else H200.memory
-    planned = plan(job, samples, seqlen, memory, device=torch.device(device).type)
+    kind = torch.device(device).type
+    planned = plan(job, samples, seqlen, memory, device=kind, place=activations)
     floors = ceilings.floors(work_of(job, samples, job.window(seqlen)), planned.continuation)
     measured = Measured(record, ceilings, floors, reserved, planned)
     write_json(out / RECORD, read_record(out) | {"bench": measured.as_dict()})

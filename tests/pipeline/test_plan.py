@@ -464,6 +464,15 @@ def test_where_activations_go_is_planned() -> None:
     full = plan(job, device_memory=16e9, host_memory=1e9)
     assert full.place == "disk" and full.disk_bytes == full.output_bytes + full.activation_bytes
     assert plan(job, samples=256, host_memory=64e9).activation_bytes == 2 * roomy.activation_bytes
+    named = {p: plan(job, host_memory=64e9, place=p) for p in ("device", "host", "disk")}
+    assert named["device"] == roomy
+    host, disk = named["host"], named["disk"]
+    assert (host.place, disk.place) == ("host", "disk") and host.device_bytes == disk.device_bytes
+    assert host.host_bytes - disk.host_bytes == roomy.activation_bytes
+    assert disk.disk_bytes - host.disk_bytes == roomy.activation_bytes
+    over = plan(job, device_memory=16e9, host_memory=64e9, place="device")
+    assert over.device_bytes > over.device_memory and "it does not fit" in as_text(over)
+    assert qtool.plan("demo", "w8a8", recipe="paper", activations="disk").place == "disk"
     assert roomy.resume_bytes == 2 * roomy.activation_bytes and "to continue from" in as_text(roomy)
 
 
@@ -728,6 +737,7 @@ def test_what_does_not_fit_the_device_is_said() -> None:
 def test_a_run_on_the_cpu_is_planned() -> None:
     job = Job.of(config_of("llama-tiny"), GPTQ)
     cpu, gpu = (plan(job, host_memory=64e9, device=device) for device in ("cpu", "cuda"))
+    assert plan(job, host_memory=64e9, device="cpu", place="host") == cpu
     assert (cpu.device_bytes, cpu.place) == (0, "host") and cpu.shard_bytes == gpu.shard_bytes
     assert cpu.host_bytes > cpu.activation_bytes == 2 * gpu.activation_bytes  # float32
     said = as_text(cpu)

@@ -6,7 +6,7 @@ estimates: for plain rounding from the constants below, for calibrated runs from
 """
 
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -145,6 +145,7 @@ def plan(
     *,
     device: str = "cuda",
     gpus: int = 1,
+    place: str = "auto",
 ) -> Plan:
     """The plan of ``job``, calibrated on ``samples`` windows of ``seqlen`` tokens; reads no weight.
 
@@ -154,6 +155,8 @@ def plan(
         host_memory: free bytes of the host; by default this machine's.
         device: ``cuda`` (an H200's rates) or ``cpu`` (two cores').
         gpus: number of GPUs that share the run.
+        place: where activations are kept between blocks: ``device``, ``host``, ``disk``, or
+            ``auto``, the first with room.
 
     Raises:
         QtoolError: as :func:`require_devices`.
@@ -174,7 +177,7 @@ def plan(
     host = free_memory.host_memory()[1] if host_memory is None else host_memory
     free = device_memory if where.type == "cuda" else host
     window = job.window(seqlen)
-    return Plan(**sizes, **_calibrated(job, samples, window, where, free, host, gpus))
+    return Plan(**sizes, **_calibrated(job, samples, window, where, free, host, gpus, place))
 
 
 def require_devices(device: str, gpus: int) -> None:
@@ -220,12 +223,13 @@ def _calibrated(
     device_memory: float,
     host_memory: float,
     gpus: int,
+    place: str,
 ) -> dict[str, Any]:
     """Time, memory and activations of a calibrated run: the fields of a :class:`Plan`."""
     rates: Rates = H200 if device.type == "cuda" else CPU
     tokens = -(-samples // gpus) * seqlen  # tokens of each rank
     free = device_memory, host_memory / gpus
-    place, device_bytes, host_bytes = _kept(job, tokens, seqlen, device, *free)
+    place, device_bytes, host_bytes = _kept(job, tokens, seqlen, device, *free, place=place)
     device_bytes = max(device_bytes, memory.learning_bytes(job, seqlen, device))
     if job.weighs_outputs:
         few = min(samples, LEARNING_SEQUENCES) * seqlen
@@ -261,17 +265,23 @@ def _kept(
     device_memory: float,
     host_memory: float,
     beside: int = 0,
+    place: str = "auto",
 ) -> tuple[str, int, int]:
     """Where the activations of ``tokens`` are kept, and all bytes of the device and the host.
 
-    ``beside`` bytes of the device are for other things than a block and the activations.
+    ``beside`` bytes of the device are for other things than a block and the activations. A
+    ``place`` other than ``auto`` is taken whether or not it has room.
     """
-    room = activations.device_room(job, tokens, seqlen, device, device_memory, beside)
-    place = activations.choose(job, tokens, seqlen, device, room, host_memory)
+    if place == "auto":
+        room = activations.device_room(job, tokens, seqlen, device, device_memory, beside)
+        place = activations.choose(job, tokens, seqlen, device, room, host_memory)
+    else:
+        place = activations.given(place, device)
+        room = inf if place == "device" else 0.0
     kept = memory.activation_bytes(job, tokens, seqlen, device) if place != "disk" else 0
     if device.type != "cuda":
         return place, 0, memory.host_bytes(job, tokens, seqlen, device, kept + beside)
-    on_device = min(kept, int(room))
+    on_device = int(min(kept, room))
     held = memory.working_bytes(job, tokens, seqlen, device) + beside + on_device
     floats = job.rounding.compares * (kept // 2)
     if kept + floats <= room:  # the float model's inputs are stored while its outputs are made

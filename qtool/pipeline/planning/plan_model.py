@@ -65,7 +65,15 @@ def plan_model(
         job = Job.of(config, recipe, dtype=cast)
     if isinstance(model, str | PathLike):
         require_made(config_directory(model), job)
-    return plan(job, samples, options.seqlen, **memory, device=device, gpus=gpus)
+    return plan(
+        job,
+        samples,
+        options.seqlen,
+        **memory,
+        device=device,
+        gpus=gpus,
+        place=options.activations,
+    )
 
 
 def _local_source(model: Name) -> Checkpoint | None:

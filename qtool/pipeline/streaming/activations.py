@@ -70,6 +70,11 @@ def reported(place: str, device: torch.device) -> str:
     return "host" if device.type == "cpu" and place == "device" else place
 
 
+def given(place: str, device: torch.device) -> str:
+    """The ``place`` that a user named: a CPU's memory is the host's."""
+    return "device" if device.type == "cpu" and place == "host" else place
+
+
 def choose(
     job: Job, tokens: int, window: int, device: torch.device, room: float, host_free: float
 ) -> str:

@@ -42,6 +42,7 @@ from qtool.pipeline.streaming import embedding_and_head
 from qtool.pipeline.streaming.activations import (
     Activations,
     described,
+    given,
     place_for,
 )
 from qtool.pipeline.streaming.built_blocks import BuiltBlocks
@@ -195,8 +196,8 @@ class Shards:
             sizes = own, max(ids.shape[1] for ids in tokens)
             if activations == "auto":
                 activations, room = place_for(self.job, *sizes, self.device)
-            elif activations == "host" and self.device.type == "cpu":
-                activations = "device"  # its memory is the host's
+            else:
+                activations = given(activations, self.device)
             ranks.log(described(self.job, *sizes, self.device, activations))
         return self._activations(activations, room)
 
