@@ -16,7 +16,7 @@ from qtool.errors import QtoolError, suggest
 from qtool.plugins import is_of
 
 #: the largest value of any number: the largest seed that torch takes
-LARGEST = 2**63 - 1
+LARGEST_NUMBER = 2**63 - 1
 
 
 def require_options(method: type[Method]) -> None:
@@ -86,7 +86,7 @@ def check_options(method: type[Method], options: Mapping[str, Any]) -> None:
 def _is(kind: Any, value: Any, most: float) -> bool:
     """Whether ``value`` is of ``kind``; no number may be negative, or above ``most``."""
     numbers = value if isinstance(value, list | tuple) else [value]
-    within = (0 <= one <= min(most, LARGEST) for one in numbers if type(one) in (int, float))
+    within = (0 <= one <= min(most, LARGEST_NUMBER) for one in numbers if type(one) in (int, float))
     return is_of(value, kind) and all(within)
 
 

@@ -9,11 +9,12 @@ median size. Massive activations: Sun et al., 2024, arXiv 2402.17762.
 import torch
 from torch import Tensor
 
-#: a row above so many times the median size is an outlier, and so is a channel in its largest value
-LARGEST = 16.0
+#: a row above so many times the median size is an outlier, and so is a channel whose largest value
+#: is above so many times the median of all channels
+OUTLIER_RATIO = 16.0
 
 
-def to_median(sizes: Tensor, largest: float = LARGEST) -> Tensor:
+def to_median(sizes: Tensor, largest: float = OUTLIER_RATIO) -> Tensor:
     """The factor ``[..., M]`` of each of M rows: median / size for outliers, 1 for the others.
 
     ``sizes [..., M]`` are at least 0; rows above ``largest`` times the median are outliers.

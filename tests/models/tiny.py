@@ -54,8 +54,8 @@ SIZES: dict[str, Any] = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
-#: parameters of a tiny model
-LARGEST = 45_000_000
+#: the most parameters of a tiny model
+MOST_PARAMETERS = 45_000_000
 MLA = {"num_key_value_heads": 4, "head_dim": None}
 DSA = {"num_key_value_heads": 4, "mlp_layer_types": None, "indexer_types": None} | {
     "index_head_dim": 64,
@@ -386,7 +386,7 @@ def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:
     config = tiny_config(model_type, **changes)
     with torch.device("meta"):
         size = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
-    if size > LARGEST:
+    if size > MOST_PARAMETERS:
         raise ValueError(f"{model_type}: {size} parameters; the table does not make it small")
     with deterministic():
         model = auto_class(config).from_config(config).eval()

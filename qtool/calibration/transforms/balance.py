@@ -8,7 +8,7 @@ that suit such channels do not suit the others, so :mod:`.smooth` chooses their 
 import torch
 from torch import Tensor
 
-from qtool.calibration.outliers import LARGEST, median
+from qtool.calibration.outliers import OUTLIER_RATIO, median
 
 #: steps of the exponent alpha from 0 to 1, where beta is 1 - alpha
 STEPS = 8
@@ -16,7 +16,7 @@ STEPS = 8
 
 def channels_apart(x_amax: Tensor) -> Tensor:
     """Mask ``[..., K]`` of the channels far larger than others; ``x_amax`` are largest inputs."""
-    return x_amax > LARGEST * median(x_amax)
+    return x_amax > OUTLIER_RATIO * median(x_amax)
 
 
 def balancing_factors(x_amax: Tensor, w_amax: Tensor) -> Tensor:

@@ -50,9 +50,9 @@ from qtool.calibration.transforms.pruned_rotation import Readers, learn_to_prune
 from qtool.errors import QtoolError
 from qtool.models.family import Family
 
-#: bytes of weights, in 16 bits, from which the rotation of the residual stream is learned; if its
-#: readers have more, only every n-th row and every n-th token of their inputs is used
-LARGEST = 5 << 30
+#: the most bytes of weights, in 16 bits, from which the rotation of the residual stream is learned;
+#: if its readers have more, only every n-th row and every n-th token of their inputs is used
+MOST_ROW_BYTES = 5 << 30
 
 
 @dataclass(kw_only=True)
@@ -177,7 +177,7 @@ class Rotate(Transform):
         rows += 4 * self._pruned_norms(block) * hidden**2 * layers
         norms = len({group.source for group in readers}) * layers
         inputs = 2 * norms * TOKENS * hidden
-        return block.exact_bytes + int((rows + inputs) / max(1, -(-rows // LARGEST)))
+        return block.exact_bytes + int((rows + inputs) / max(1, -(-rows // MOST_ROW_BYTES)))
 
     def _pruned_norms(self, block: BlockShape) -> int:
         """The number of norms that are read by pruned weights."""
@@ -259,10 +259,10 @@ def residual_readers(block: Block, *, pruned: bool) -> dict[str, str]:
 
 
 def sampling_step(block: Block, sparse: Mapping[str, str], dense: Mapping[str, str]) -> int:
-    """n if the rotation is learned from every n-th row, so that all fit :data:`LARGEST`."""
+    """n if the rotation is learned from every n-th row, so that all fit :data:`MOST_ROW_BYTES`."""
     size = 2 * sum(block.weight(name).numel() for name in (*sparse, *dense))
     size += 4 * len(set(sparse.values())) * block.config.hidden_size**2
-    return -(-size * block.config.num_hidden_layers // LARGEST) or 1
+    return -(-size * block.config.num_hidden_layers // MOST_ROW_BYTES) or 1
 
 
 def rotate_inputs(block: Block, name: str, q: Hadamard | Dense) -> None:

@@ -21,8 +21,8 @@ MOST = {
 }
 #: implementations in plain torch operations, which take every dtype
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
-#: elements of the largest tensor that gets memory while a model is built
-LARGEST = 1 << 16
+#: the most elements of a tensor that gets memory while a model is built
+MOST_ELEMENTS = 1 << 16
 
 
 def build(config: Mapping[str, Any]) -> Any:
@@ -62,7 +62,7 @@ class _NoMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         size = args[0] if args and isinstance(args[0], (list, tuple, torch.Size)) else ()
-        if all(isinstance(n, int) for n in size) and prod(size) > LARGEST:
+        if all(isinstance(n, int) for n in size) and prod(size) > MOST_ELEMENTS:
             kwargs = dict(kwargs or {}, device=torch.device("meta"))
         return func(*args, **(kwargs or {}))
 

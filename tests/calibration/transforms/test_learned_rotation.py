@@ -296,7 +296,7 @@ def test_large_models_learn_from_some_rows(
     monkeypatch.setattr(rotate, "learn", spy)
     quantized(source, tmp_path / "all", 1)
     size = 2 * sum(rows.numel() for rows in found[0])
-    monkeypatch.setattr(rotate, "LARGEST", -(-size // 3))
+    monkeypatch.setattr(rotate, "MOST_ROW_BYTES", -(-size // 3))
     quantized(source, tmp_path / "some", 1)
     whole, some = found
     assert abs(2 * sum(rows.numel() for rows in some) - size / 3) < 0.05 * size
@@ -343,6 +343,6 @@ def test_a_plan_counts_it(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
     flops, held = counted(10)
     assert held == 2 * rows * config["hidden_size"] * config["num_hidden_layers"]
     assert flops > 0 and counted(20)[0] == 2 * flops and counted(0)[0] == 0
-    monkeypatch.setattr(rotate, "LARGEST", 1000)
+    monkeypatch.setattr(rotate, "MOST_ROW_BYTES", 1000)
     flops_of_some, held_of_some = counted(10)
     assert flops_of_some == flops and held_of_some < held

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-from qtool.calibration.outliers import LARGEST
+from qtool.calibration.outliers import OUTLIER_RATIO
 from qtool.calibration.precision import ROWS, product, stack
 from qtool.calibration.rounding.gptq.clip_search import fit_groups
 from qtool.calibration.rounding.gptq.columns import PANEL, sweep
@@ -99,7 +99,7 @@ class GptqOptions:
     residual: float = 0.5
     stream: float = 1.0
     rounds: int = 2
-    largest_token: float = LARGEST
+    largest_token: float = OUTLIER_RATIO
     output_hessian: bool = True
 
     def clip_ratios(self, scheme: Scheme) -> list[float]:
