@@ -7,7 +7,7 @@ mantissas of 10 bits: :func:`tensor_cores` allows that, and :func:`precise_matmu
 precision with three such products.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -51,21 +51,6 @@ def by_rows(function: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
     for number, part in enumerate(rest, 1):
         out[number * ROWS : number * ROWS + len(part)] = function(part)
     return out
-
-
-def products(a: Tensor, b: Tensor) -> Tensor:
-    """``a_s b_s`` of ``a [S, T, K]``, or one ``a [1, T, K]`` for all, and ``b [S, K, L]``.
-
-    It is one operation on a GPU; elsewhere each product has the same bits as alone.
-    """
-    if a.is_cuda:
-        return a @ b
-    return stack([one @ own for one, own in zip(a.expand(len(b), -1, -1), b, strict=True)])
-
-
-def stack(tensors: Sequence[Tensor]) -> Tensor:
-    """E tensors of one shape as ``[E, ...]``; a single tensor is not copied."""
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from qtool.calibration.precision import stack
 from qtool.models.parts import LinearGroup
 from qtool.schemes.base import ClipRatio
 
@@ -26,6 +25,21 @@ Item = TypeVar("Item")
 #: most bytes that linears hold together on a CPU (so that they stay in its caches) and on a GPU; a
 #: single linear may hold more
 TOGETHER = 4 << 20, 2 << 30
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """S tensors of one shape as ``[S, ...]``; a single tensor is not copied."""
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """``a_s b_s`` of ``a [S, T, K]``, or one ``a [1, T, K]`` for all, and ``b [S, K, L]``.
+
+    It is one operation on a GPU; elsewhere each product has the same bits as alone.
+    """
+    if a.is_cuda:
+        return a @ b
+    return stack([one @ own for one, own in zip(a.expand(len(b), -1, -1), b, strict=True)])
 
 
 def by_role(groups: Iterable[LinearGroup]) -> Iterator[list[LinearGroup]]:

@@ -26,9 +26,9 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import run
 from qtool.calibration.method import Transform
-from qtool.calibration.precision import products, tensor_cores
+from qtool.calibration.precision import tensor_cores
 from qtool.calibration.rounding.rounded import Rounded
-from qtool.calibration.stacking import padded, searched_in_turn, stacked_weights
+from qtool.calibration.stacking import padded, products, searched_in_turn, stacked_weights
 from qtool.calibration.statistics import collect, subset
 from qtool.distributed import ranks
 from qtool.schemes.base import ClipRatio, Scheme

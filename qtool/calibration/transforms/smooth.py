@@ -34,12 +34,14 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.method import Transform
 from qtool.calibration.outliers import median, to_median
-from qtool.calibration.precision import products, stack, tensor_cores
+from qtool.calibration.precision import tensor_cores
 from qtool.calibration.rounding.rounded import arranged
 from qtool.calibration.stacking import (
     by_role,
     padded,
+    products,
     searched_in_turn,
+    stack,
     stacked_weights,
 )
 from qtool.calibration.statistics import Inputs, collect, own_subset

@@ -12,8 +12,8 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from qtool.calibration.precision import stack
 from qtool.calibration.rounding.gptq import columns_triton
+from qtool.calibration.stacking import stack
 from qtool.schemes.base import Grid
 
 #: columns rounded on a CPU before the rest of the weight gets their errors

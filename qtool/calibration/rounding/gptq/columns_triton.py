@@ -16,7 +16,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from qtool.calibration.precision import coarse_product, stack, tensor_cores
+from qtool.calibration.precision import coarse_product, tensor_cores
+from qtool.calibration.stacking import stack
 from qtool.schemes.base import Grid
 
 #: columns of a panel; if a weight has few rows, launches take longer than rounding 128 columns

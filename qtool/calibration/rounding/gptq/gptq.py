@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from qtool.calibration.outliers import OUTLIER_RATIO
-from qtool.calibration.precision import ROWS, product, stack
+from qtool.calibration.precision import ROWS, product
 from qtool.calibration.rounding.gptq.clip_search import fit_groups
 from qtool.calibration.rounding.gptq.columns import PANEL, sweep
 from qtool.calibration.rounding.gptq.factor import Factor
@@ -54,7 +54,7 @@ from qtool.calibration.rounding.gptq.hessian import Hessian
 from qtool.calibration.rounding.gptq.rows import row_chunks
 from qtool.calibration.rounding.gptq.sparsegpt import prune
 from qtool.calibration.rounding.scales import refit
-from qtool.calibration.stacking import at_once, in_turn, stacked_clips
+from qtool.calibration.stacking import at_once, in_turn, stack, stacked_clips
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.schemes.base import ClipRatio, Grid, Params, Scheme
