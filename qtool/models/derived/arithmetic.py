@@ -34,23 +34,40 @@ def combine(recorder: Recorder, name: str, a: Any, b: Any, out: Tensor) -> None:
         for producer, fact in side.items():
             if producer in combined:
                 continue
-            if name == "mul" and producer in other and _apart(fact, other[producer]):
+            if producer not in other:
+                own = _with_others(recorder, name, producer, fact, operand, other, operand is a)
+                combined[producer] = own
+            elif name == "mul" and _apart(fact, other[producer]):
                 part = f"{producer}{PART}{int(fact.channels.min())}"  # type: ignore[union-attr]
                 kind = kind_of(name, fact, operand, {}, divisor=False)
                 combined[part] = recorder.weaker(producer, fact, kind)
-            elif producer in other:
-                combined[producer] = with_itself(recorder, name, producer, fact, other[producer])
             else:
-                kind = kind_of(name, fact, operand, other, divisor=operand is a)
-                unknown = not other and isinstance(operand, Tensor) and operand.numel() > 1
-                own_bias = producer == f"{recorder.modules[-1]}.weight"
-                if unknown and not own_bias and kind in (Kind.SCALED, Kind.ORDERED):
-                    recorder.trace.unordered.add(producer)
-                combined[producer] = recorder.weaker(producer, fact, kind)
-                if name == "mul" or (name == "div" and operand is b):
-                    factor = multiplied(combined[producer].factor, operand, name)
-                    combined[producer] = combined[producer]._replace(factor=factor)
+                combined[producer] = with_itself(recorder, name, producer, fact, other[producer])
     recorder.set(out, combined)
+
+
+def _with_others(
+    recorder: Recorder,
+    name: str,
+    producer: str,
+    fact: Fact,
+    operand: Any,
+    other: Facts,
+    divisor: bool,
+) -> Fact:
+    """``fact`` after an operation with ``operand``, whose facts are ``other``: no ``producer``'s.
+
+    ``divisor``: ``fact`` is of the value that divides ``operand``, if one divides the other.
+    """
+    kind = kind_of(name, fact, operand, other, divisor=divisor)
+    unknown = not other and isinstance(operand, Tensor) and operand.numel() > 1
+    own_bias = producer == f"{recorder.modules[-1]}.weight"
+    if unknown and not own_bias and kind in (Kind.SCALED, Kind.ORDERED):
+        recorder.trace.unordered.add(producer)
+    combined = recorder.weaker(producer, fact, kind)
+    if name == "mul" or (name == "div" and not divisor):
+        return combined._replace(factor=multiplied(combined.factor, operand, name))
+    return combined
 
 
 def kind_of(name: str, fact: Fact, operand: Any, other: Facts, *, divisor: bool) -> Kind:

@@ -31,21 +31,28 @@ def groups_of(
         if name.startswith(block.prefix) and isinstance(module, nn.Linear) and full not in called:
             unquantized[block.short(name)] = "the forward does not call it"
     for reads in found.values():
-        linears = []
-        for read in reads:
-            if read.weight in block.experts:
-                names = block.expert_names(read.weight)
-                linears += [n for n in (names.gate, names.up) if n]
-            elif why := why_unquantized(block, read):
-                unquantized[block.short(read.weight)] = why
-            elif block.short(read.weight) not in linears:
-                linears.append(block.short(read.weight))
+        own = [name for read in reads for name in _quantized(block, read, unquantized)]
+        linears = tuple(dict.fromkeys(own))
         if linears:
-            groups.append((tuple(linears), reads[0]))
+            groups.append((linears, reads[0]))
         if reads[0].weight in block.experts:
             groups.append(((block.expert_names(reads[0].weight).down,), reads[0]))
     order = {name: i for i, name in enumerate(block.model.trace.called)}
     return sorted(groups, key=lambda g: order.get(_first_called(block, g[0][0]), len(order)))
+
+
+def _quantized(block: RecordedBlock, read: Read, unquantized: dict[str, str]) -> list[str]:
+    """The linear of ``read`` if it is quantized, or gate and up of a stack of experts.
+
+    A linear that stays in 16 bits is added to ``unquantized``, with the reason.
+    """
+    if read.weight in block.experts:
+        names = block.expert_names(read.weight)
+        return [name for name in (names.gate, names.up) if name]
+    if why := why_unquantized(block, read):
+        unquantized[block.short(read.weight)] = why
+        return []
+    return [block.short(read.weight)]
 
 
 def why_unquantized(block: RecordedBlock, read: Read) -> str:

@@ -11,7 +11,7 @@ blocks together.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import partial
@@ -237,30 +237,45 @@ class Shards:
         missing = (index for index in range(self.job.blocks) if index + 2 not in output.records)
         names = {index: _gradients(index) for index in missing}
         if ranks.rank() == 0 and not all(map(output.kept, names.values())):
-            job = source_job(self.job)
-            text = torch.cat([ids.flatten() for ids in tokens])
-            with ranks.alone(), phase("search"), self._few(job, tokens, snapshots) as built:
-                inputs = sum(size * length for size, length in built.batches.shapes)
-                window = max(length for _, length in built.batches.shapes)
-                beside = gradient_bytes(job, inputs)
-                kept = place_for(job, job.blocks * inputs, window, self.device, beside)
-                place = self._activations(*kept)
+            with ranks.alone(), phase("search"):
                 try:
-                    for index, factor in stream_gradients(self.source, job, built, place, text):
-                        if index in names:
-                            stored = {"factor": factor.half().contiguous()}
-                            keep = partial(output.keep, names[index], stored, stored.items(), {})
-                            writer.submit(self._beside(partial(keep, sync=False)), lambda: None)
-                    writer.wait()
+                    self._keep_gradients(names, tokens, snapshots, writer)
                 except NoBackward as error:
                     writer.wait()
                     ranks.log(
                         "output_hessian is left out: a backward pass through the blocks of"
-                        f" {job.family.name} fails ({error})"
+                        f" {self.job.family.name} fails ({error})"
                     )
                     for name in names.values():
                         output.drop(name)
         ranks.barrier()
+
+    def _keep_gradients(
+        self,
+        names: Mapping[int, str],
+        tokens: Sequence[Tensor],
+        snapshots: Snapshots,
+        writer: WriteBehind,
+    ) -> None:
+        """Write the factors of the blocks in ``names`` to the files of these names.
+
+        Raises:
+            NoBackward: a backward pass through the blocks fails.
+        """
+        job = source_job(self.job)
+        text = torch.cat([ids.flatten() for ids in tokens])
+        with self._few(job, tokens, snapshots) as built:
+            inputs = sum(size * length for size, length in built.batches.shapes)
+            window = max(length for _, length in built.batches.shapes)
+            beside = gradient_bytes(job, inputs)
+            kept = place_for(job, job.blocks * inputs, window, self.device, beside)
+            place = self._activations(*kept)
+            for index, factor in stream_gradients(self.source, job, built, place, text):
+                if index in names:
+                    stored = {"factor": factor.half().contiguous()}
+                    keep = partial(self.output.keep, names[index], stored, stored.items(), {})
+                    writer.submit(self._beside(partial(keep, sync=False)), lambda: None)
+            writer.wait()
 
     def _sensitivity(self, index: int) -> Tensor | None:
         """What :meth:`_differentiate` has found for block ``index``, if anything."""
