@@ -1227,8 +1227,8 @@ FAULTS = [
         ),
         (
             "qtool/models/derived/folds.py",
-            "r.root != call.root for r",
-            "r.root < 0 for r",
+            "r.value_id != call.value_id for r",
+            "r.value_id < 0 for r",
             "tests/models/test_own.py",
         ),
         (

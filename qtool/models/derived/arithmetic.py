@@ -1,4 +1,4 @@
-"""Rules for elementwise operations: they weaken the facts of a channel."""
+"""Rules for elementwise operations: they weaken the kind of a fact."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Calls:
 
     Attributes:
         numbers: numbers of the blocks.
-        last: the root of the last block's output; None before the first.
+        last: the value id of the last block's output; None before the first.
         norm_inputs: inputs of the norms that are running.
         muted: of the blocks that run.
         given_more: the kinds of which a block was recorded that was given more.
@@ -103,7 +103,7 @@ class Calls:
             raise QtoolError(f"a block's first argument is a {kind}, no hidden states")
         if self.last is None:
             found.start = recorder.of(hidden)
-        elif recorder.root(hidden) != self.last:
+        elif recorder.value_id(hidden) != self.last:
             found.impure = "what enters a block is not what the one before gave"
         found.width = hidden.numel() // prod(SHAPE)
         recorder.produce(STREAM, hidden)
@@ -120,7 +120,7 @@ class Calls:
         if not self.muted[-1] and (stream is None or stream.kind > Kind.SUM):
             recorder.trace.changing.add(name)
         self.found.outputs = len(out) if several else 0
-        self.last = recorder.root(result)
+        self.last = recorder.value_id(result)
         others = {p: f for p, f in recorder.of(result).items() if p != STREAM}
         recorder.escape(others, "the block's output")
         if self.muted.pop():
@@ -133,7 +133,7 @@ class Calls:
         recorder.muted -= 1
         facts = recorder.of(x)
         result = out[0] if isinstance(out, tuple) else out
-        recorder.trace.norms.append(NormCall(name, facts, recorder.root(result)))
+        recorder.trace.norms.append(NormCall(name, facts, recorder.value_id(result)))
         if STREAM in facts:
             recorder.set(x, facts | {STREAM: facts[STREAM]._replace(factor=1.0)})
         inner = () if STREAM in facts else tuple(facts)
@@ -145,7 +145,7 @@ class Calls:
         if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
             self.found.active_experts = args[0].shape[-1]
         if not recorder.muted:
-            read = Read(name, name, recorder.root(hidden), recorder.of(hidden))
+            read = Read(name, name, recorder.value_id(hidden), recorder.of(hidden))
             recorder.trace.experts[name] = read
         out = torch.empty_like(hidden)
         if not recorder.muted:

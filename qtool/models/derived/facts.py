@@ -1,5 +1,7 @@
 """Facts of one tensor of a forward: the channels that its elements depend on, and how.
 
+The package docstring defines the terms and has an example.
+
 Legend: C channels.
 """
 
@@ -18,13 +20,18 @@ PART = "#"
 
 
 class Kind(IntEnum):
-    """How a value depends on its producer's channel; a later one promises less."""
+    """How an element depends on its channel of the producer; a later one promises less.
+
+    A positive factor on each channel passes through ``LINEAR``, ``HEADS`` and ``SCALED``. A
+    permutation of the channels passes through these (``HEADS``: within a head) and ``ORDERED``,
+    unless the producer is in :attr:`.trace.Trace.unordered`.
+    """
 
     LINEAR = 0  # linear in it, with one coefficient for all channels
     SUM = 1  # linear in it as above, and something else is added
     HEADS = 2  # linear, with one coefficient for the channels of a head
-    SCALED = 3  # linear, with a coefficient of its own: a positive factor passes
-    ORDERED = 4  # some function of it alone: an order passes
+    SCALED = 3  # linear, with a coefficient of its own for each channel
+    ORDERED = 4  # some function of it alone
     TURNED = 5  # turned by RoPE together with its partner
     MIXED = 6  # of several channels
 

@@ -95,7 +95,7 @@ class Folds:
             return False
         readers = [r for r in self.block.reads if name in r.facts]
         experts = [r for r in self.block.experts.values() if name in r.facts]
-        if form.biased and any(r.root != call.root for r in (*readers, *experts)):
+        if form.biased and any(r.value_id != call.value_id for r in (*readers, *experts)):
             return False  # a multiple of the output has another multiple of the bias
         stacks = [r.facts for r in experts]
         if any(len(found) > 1 or found[name].kind > Kind.LINEAR for found in stacks):

@@ -23,7 +23,7 @@ def groups_of(
     """
     found: dict[Any, list[Read]] = {}
     for read in [*block.reads, *block.experts.values()]:
-        found.setdefault((read.root, read.weight in block.experts), []).append(read)
+        found.setdefault((read.value_id, read.weight in block.experts), []).append(read)
     called = {read.weight for read in block.reads}
     groups: list[tuple[tuple[str, ...], Read]] = []
     for name, module in block.model.modules.items():
@@ -58,9 +58,9 @@ def _quantized(block: RecordedBlock, read: Read, unquantized: dict[str, str]) ->
 def why_unquantized(block: RecordedBlock, read: Read) -> str:
     """Why the linear of ``read`` stays in 16 bits; empty if it is quantized."""
     linear = block.linear(read.weight)
-    routed = {r.root for r in block.experts.values()}
+    routed = {r.value_id for r in block.experts.values()}
     rows = block.model.state[read.weight][0]
-    if read.root in routed and rows == block.model.sizes["experts"](None):
+    if read.value_id in routed and rows == block.model.sizes["experts"](None):
         return "a router"
     if linear is None:
         return f"{type(block.model.modules.get(read.module)).__name__} is no plain linear"

@@ -35,7 +35,7 @@ def move(
         return
     keeps = name in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "detach")
     if keeps and out.numel() == source.numel():
-        recorder.roots[id(out)] = recorder.root(source)
+        recorder.value_ids[id(out)] = recorder.value_id(source)
     function = torch.ops.aten.reshape if name in ("view", "_unsafe_view") else func
     results: list[Facts] = [{} for _ in (out if isinstance(out, (tuple, list)) else [out])]
     for producer, fact in recorder.of(source).items():

@@ -21,7 +21,7 @@ def multiply(recorder: Recorder, name: str, args: tuple[Any, ...], out: Tensor) 
     if id(right) in recorder.weights:
         weight, transposed = recorder.weights[id(right)]
         read = Read(
-            weight, recorder.modules[-1], recorder.root(left), recorder.of(left), transposed
+            weight, recorder.modules[-1], recorder.value_id(left), recorder.of(left), transposed
         )
         recorder.trace.reads.append(read)
         recorder.produce(weight, out)

@@ -1,12 +1,10 @@
 """Follows channels through one forward of a model on ``meta``: what reads what, and how.
 
-Each tensor of the forward has *facts*: which linear, norm or embedding its values come from
-(the producer), which output channel of it each element depends on, and how (:class:`Kind`).
-Operations that move numbers (view, transpose, slice, cat, ...) are replayed on the channel numbers;
-elementwise ones weaken the kind; all others end a fact, which is then an *escape* of its producer.
-So a statement such as "down's input is ``act(gate) * up`` in up's order" is proved by the
-operations of the forward, whatever the modules are called. An operation that no rule covers proves
-nothing.
+The package docstring defines the terms. Operations that move numbers (view, transpose, slice, cat,
+...) are replayed on the channel numbers of a tensor's facts; elementwise ones weaken the kind; all
+others end a fact, and its producer's channels escape. So a statement such as "down's input is
+``act(gate) * up`` in up's order" is proved by the operations of the forward, whatever the modules
+are called. An operation that no rule covers proves nothing.
 
 Legend: B sequences, S tokens, C channels.
 """
@@ -38,7 +36,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self.facts: dict[int, Facts] = {}
-        self.roots: dict[int, int] = {}
+        self.value_ids: dict[int, int] = {}
         #: by tensor, the parameter that it is, and whether it is transposed
         self.weights: dict[int, tuple[str, bool]] = {
             id(p): (name, False) for name, p in model.named_parameters(remove_duplicate=False)
@@ -66,10 +64,13 @@ class Recorder(TorchDispatchMode):
             mixed = {other: Fact(None, Kind.MIXED) for other in also}
             self.set(tensor, mixed | {name: Fact(channels.contiguous(), Kind.LINEAR)})
 
-    def root(self, tensor: Tensor) -> int:
-        """A number that tensors share if they hold the same values in the same order."""
+    def value_id(self, tensor: Tensor) -> int:
+        """A number that tensors share if they hold the same values in the same order.
+
+        Reshapes, casts and copies keep it; the result of any other operation has its own.
+        """
         self._alive.append(tensor)
-        return self.roots.get(id(tensor), id(tensor))
+        return self.value_ids.get(id(tensor), id(tensor))
 
     def escape(self, facts: Facts, what: str) -> None:
         """Note that values with ``facts`` go where no rule follows them."""
@@ -151,9 +152,9 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _same(self, tensor: Tensor, out: Tensor) -> None:
-        root = self.root(tensor)
+        value_id = self.value_id(tensor)
         self.set(out, self.of(tensor))
-        self.roots[id(out)] = root
+        self.value_ids[id(out)] = value_id
 
     def mix(self, name: str, tensors: list[Tensor], out: Any) -> None:
         """No rule applies: the result depends on all producers, but on no known channel."""

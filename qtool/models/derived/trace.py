@@ -15,25 +15,25 @@ class Read:
     Attributes:
         weight: the parameter's name.
         module: the module that was running.
-        root: a number that inputs share if they are the same values in the same order.
+        value_id: a number that inputs share if they are the same values in the same order.
         facts: facts of the input.
         transposed: the input is multiplied by the parameter's transpose, as a linear does.
     """
 
     weight: str
     module: str
-    root: int
+    value_id: int
     facts: Facts
     transposed: bool = True
 
 
 @dataclass
 class NormCall:
-    """A norm that was called, the facts of its input, and the root of its output."""
+    """A norm that was called, the facts of its input, and the value id of its output."""
 
     name: str
     facts: Facts
-    root: int
+    value_id: int
 
 
 @dataclass
@@ -46,7 +46,13 @@ class AttentionCall:
 
 
 class Escape(NamedTuple):
-    """An operation that no rule covers, its module, and a mask of the channels that it took."""
+    """An operation through which no rule follows a producer's values.
+
+    Attributes:
+        operation: its name, or what else happened to the values.
+        module: the module that was running.
+        channels: mask of the producer's channels that it took.
+    """
 
     operation: str
     module: str
@@ -59,7 +65,7 @@ class Trace:
 
     Attributes:
         writers: each addition to the residual stream, with the facts of what was added.
-        escapes: operations on a producer's output that no rule covers.
+        escapes: by producer, the operations on its output through which no rule follows it.
         unordered: producers whose channels were each combined with a number of its own that no
             producer makes.
         pairs: the two channels that RoPE turns together, by producer: ``[C, 2]`` rows.
