@@ -972,7 +972,7 @@ FAULTS = [
             "tests/pipeline/test_passed.py",
         ),
         (
-            "qtool/calibration/forwards.py",
+            "qtool/calibration/reference.py",
             "if key not in self.moved:",
             "if True:",
             "tests/calibration/rounding/test_gptq.py",

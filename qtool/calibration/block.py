@@ -29,7 +29,7 @@ from qtool.schemes.arithmetic.online_hadamard import rotate, rotate_input
 from qtool.schemes.base import ClipRatio, Params, Scheme
 
 if TYPE_CHECKING:
-    from qtool.calibration.forwards import Reference
+    from qtool.calibration.reference import Reference
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Forwards of a block: its outputs, the inputs of its linears, and the float block beside it.
+"""Forwards of a block: its outputs, and the inputs of its linears.
 
 A batch that does not fit the device's memory is run in halves, and the block's notes say so. A
 forward that only observes ends at the last of the observed linears.
@@ -6,11 +6,10 @@ forward that only observes ends at the last of the observed linears.
 Legend: B sequences in a batch, S tokens, H hidden size, K input channels.
 """
 
-import copy
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -147,10 +146,10 @@ def inputs_of(block: Block, batch: Batch, *names: str, **extra: Any) -> list[Ten
     """The inputs ``[tokens, K]`` of each name for one batch; empty if one was not called."""
     seen: dict[str, list[Tensor]] = {name: [] for name in names}
     observe(block, [batch], {name: parts.append for name, parts in seen.items()}, **extra)
-    return _whole(seen, names)
+    return joined(seen, names)
 
 
-def _whole(seen: Mapping[str, list[Tensor]], names: Sequence[str]) -> list[Tensor]:
+def joined(seen: Mapping[str, list[Tensor]], names: Sequence[str]) -> list[Tensor]:
     """The inputs of ``names``, joined from parts of a batch."""
     if not all(seen.values()):
         return []
@@ -163,10 +162,10 @@ def propagate(block: Block, batches: Sequence[Batch]) -> None:
     Raises:
         QtoolError: the outputs have NaN or Inf, which would spread to all later blocks.
     """
-    _require_finite(block, [_move_on(block, batch) for batch in batches])
+    require_finite(block, [move_on(block, batch) for batch in batches])
 
 
-def _move_on(
+def move_on(
     block: Block, batch: Batch, observers: Mapping[str, Observer] | None = None, **extra: Any
 ) -> tuple[Tensor, torch.dtype]:
     """:func:`propagate` for one batch: whether its output is finite, and the output's dtype."""
@@ -175,8 +174,8 @@ def _move_on(
     return torch.isfinite(out[HIDDEN]).all(), out[HIDDEN].dtype
 
 
-def _require_finite(block: Block, moved: Sequence[tuple[Tensor, torch.dtype]]) -> None:
-    """Refuse NaN and Inf in the results of :func:`_move_on`; this waits for a GPU once."""
+def require_finite(block: Block, moved: Sequence[tuple[Tensor, torch.dtype]]) -> None:
+    """Refuse NaN and Inf in the results of :func:`move_on`; this waits for a GPU once."""
     if moved and not torch.stack([finite for finite, _ in moved]).all():
         dtype = dtype_name(moved[0][1])
         hint = "; it overflows in this model, convert it to bfloat16 first" * (dtype == "float16")
@@ -184,91 +183,6 @@ def _require_finite(block: Block, moved: Sequence[tuple[Tensor, torch.dtype]]) -
             f"block {block.index}: NaN or Inf in its output on the calibration text, "
             f"in {dtype}{hint}"
         )
-
-
-@dataclass
-class Reference:
-    """The float model beside the quantized path: a block that stays float, and its inputs.
-
-    Attributes:
-        block: the float block, transformed like the one to be rounded.
-        batches: float inputs by the ``id`` of the batch on the quantized path; a batch that is
-            absent is its own float input.
-        settle: function that waits until the batches may change; None if they never change.
-        moves_on: whether a batch that is observed also goes through the block.
-        moved: finiteness and dtype of the outputs of batches that did so, by key in ``batches``.
-        watched: submodules whose inputs are kept when a batch is first observed.
-        seen: the inputs that were kept, by key in ``batches``.
-    """
-
-    block: Block
-    batches: dict[int, Batch] = field(default_factory=dict)
-    settle: Callable[[], None] | None = None
-    moves_on: bool = field(default=False, init=False)
-    moved: dict[int, tuple[Tensor, torch.dtype]] = field(default_factory=dict, init=False)
-    watched: Sequence[str] = field(default=(), init=False)
-    seen: dict[int, dict[str, list[Tensor]]] = field(default_factory=dict, init=False)
-
-    @classmethod
-    def of(
-        cls,
-        block: Block,
-        batches: dict[int, Batch] | None = None,
-        settle: Callable[[], None] | None = None,
-    ) -> "Reference":
-        """A copy of ``block`` as it is now."""
-        block.update_module()
-        own = replace(block, module=copy.deepcopy(block.module), exact={}, reference=None)
-        return cls(own, batches or {}, settle)
-
-    def look_once(self, names: Sequence[str]) -> None:
-        """Keep the inputs of all ``names`` when a batch is first observed.
-
-        From here on only these inputs may be asked for. Every rank must call it, or none.
-        """
-        self.last_look()
-        self.watched = names
-
-    def last_look(self) -> None:
-        """Let each batch go through the block the next time that it is observed.
-
-        From here on each batch may be observed once more. Every rank must call it, or none.
-        """
-        if self.settle and not self.moves_on:
-            self.settle()
-            self.moves_on = True
-
-    @torch.no_grad()
-    def inputs(self, batch: Batch, *names: str) -> list[Tensor]:
-        """The float inputs ``[tokens, K]`` of submodules for the tokens of ``batch``."""
-        key, own = id(batch), self.batches.get(id(batch), batch)
-        if key in self.seen:
-            return _whole(self.seen[key], names)
-        seen: dict[str, list[Tensor]] = {name: [] for name in self.watched or names}
-        observers = {name: self._keeper(parts) for name, parts in seen.items()}
-        if self.moves_on:
-            self.moved[key] = _move_on(self.block, own, observers, **self.block.full_kv)
-        else:
-            observe(self.block, [own], observers, **self.block.full_kv)
-        if self.watched:
-            self.seen[key] = seen
-        return _whole(seen, names)
-
-    def _keeper(self, parts: list[Tensor]) -> Observer:
-        if not self.watched:
-            return parts.append
-        return lambda x: parts.append(x.clone())  # a batch that moves on may overwrite its input
-
-    def propagate(self) -> None:
-        """Replace the float inputs of all batches by those of the next block.
-
-        Raises:
-            QtoolError: as :func:`propagate` does.
-        """
-        for key, batch in self.batches.items():
-            if key not in self.moved:
-                self.moved[key] = _move_on(self.block, batch)
-        _require_finite(self.block, list(self.moved.values()))
 
 
 class _AllSeen(Exception):

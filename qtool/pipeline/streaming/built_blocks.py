@@ -2,7 +2,8 @@
 
 Transforms rewrite each block, and the rounding rounds it. Its *packed* tensors are then unpacked
 into the block that computes the next block's inputs. A resumed run reads the packed tensors of the
-written blocks and computes the same numbers to the bit.
+written blocks and computes the same numbers to the bit. If the rounding compares with the float
+model, its inputs of each block are kept too (:mod:`qtool.calibration.reference`).
 
 On CUDA forwards are in the model's 16-bit dtype; the weights that methods change are also kept in
 float32.
@@ -18,9 +19,10 @@ from torch import Tensor
 from qtool.calibration.batch import HIDDEN, Batch, Batches, BlockArguments, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.expert_tokens import add_tokens
-from qtool.calibration.forwards import Reference, propagate
+from qtool.calibration.forwards import propagate
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.method import Transform
+from qtool.calibration.reference import Reference
 from qtool.calibration.rounding.rounded import SimulatedLinear, weight_errors
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
@@ -272,13 +274,17 @@ class BuiltBlocks:
         return block, formats
 
     def _advance(self, block: Block) -> None:
-        """Run the float model's ``block`` on its batches, which become the next block's inputs."""
+        """Run the float model's ``block`` on its batches, which become the next block's inputs.
+
+        Most of them may already be: :mod:`qtool.calibration.reference` tells how.
+        """
         self.snapshots.settle()
         if block.reference and self._leads_on(block):
             block.reference.propagate()
             block.reference, self.reached = None, block.index + 1
 
     def _before_inputs_change(self) -> None:
+        """Let no snapshot read the float batches if outputs overwrite them."""
         if any(ranks.all_gather(self.overwrites)):  # all ranks must call settle
             self.snapshots.settle()
 

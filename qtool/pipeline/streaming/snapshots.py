@@ -4,7 +4,7 @@ While a block is computed, its inputs are only read. Meanwhile the thread that w
 the inputs to the run's directory, after the shards of all earlier blocks, so complete activations
 imply complete shards. Only the newest activations are kept. If a copy is not complete when the
 block's outputs overwrite the inputs, it is given up, unless the wait for it is a small share of the
-run.
+run. :mod:`qtool.calibration.reference` tells when the float model's inputs change.
 
 Each rank keeps the activations of its own batches; they are used only if all ranks have them.
 """

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from qtool.calibration.batch import Batch, BlockArguments
 from qtool.calibration.block import Block
-from qtool.calibration.forwards import Reference, run
+from qtool.calibration.forwards import run
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.options import check_options
+from qtool.calibration.reference import Reference
 from qtool.calibration.rounding.distill.distill import Distill, Lesson, iterations
 from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
 from qtool.calibration.rounding.gptq import rounding as gptq_rounding

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from qtool.calibration.batch import first_inputs
 from qtool.calibration.block import Block
-from qtool.calibration.forwards import Reference, inputs_of, run
+from qtool.calibration.forwards import inputs_of, run
+from qtool.calibration.reference import Reference
 from qtool.calibration.rounding.gptq import clip_search, factor, gptq, memory
 from qtool.calibration.rounding.gptq.clip_search import fit_groups
 from qtool.calibration.rounding.gptq.factor import Factor
@@ -318,7 +319,7 @@ def test_the_float_path_moves_on_in_its_last_look(llama, blocks, kept, monkeypat
     """
 
     def rounded(
-        settle: Callable[[], None] | None, kept: int = kept
+        before_change: Callable[[], None] | None, kept: int = kept
     ) -> tuple[dict[str, Rounded], Reference]:
         monkeypatch.setattr(memory, "MOST_INPUT_BYTES", kept)
         block, batches = blocks(copy.deepcopy(llama))[0]
@@ -326,7 +327,7 @@ def test_the_float_path_moves_on_in_its_last_look(llama, blocks, kept, monkeypat
         for batch in floats.values():
             batch.hidden += 0.1
             batch.stored = lambda name, tensor, own=batch.hidden: own.copy_(tensor)  # as on disk
-        block.reference = Reference.of(block, floats, settle)
+        block.reference = Reference.of(block, floats, before_change)
         return Gptq().round(block, batches), block.reference
 
     settled: list[int] = []

@@ -3,8 +3,9 @@ import copy
 import pytest
 import torch
 
-from qtool.calibration.forwards import Reference, inputs_of, run
+from qtool.calibration.forwards import inputs_of, run
 from qtool.calibration.method import check_order
+from qtool.calibration.reference import Reference
 from qtool.calibration.rounding.distill.distill import Distill
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rounded import Rounded

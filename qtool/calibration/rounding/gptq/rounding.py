@@ -4,7 +4,8 @@ Linears that share an input share H and are one problem: their rows are stacked.
 follow the data flow: each sees the inputs that the quantized ones before it produce. The experts of
 a block do not see each other's outputs, so they are solved together, as many at once as memory
 holds. Ranks share out whole problems if there are at least as many as ranks (experts), and
-otherwise the rows of each problem, which do not depend on each other.
+otherwise the rows of each problem, which do not depend on each other. Where GPTQ compares with the
+float model, it looks at that model's inputs as :mod:`qtool.calibration.reference` tells.
 
 Legend: N output channels, K input channels.
 """
@@ -19,10 +20,11 @@ from torch import Tensor
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
-from qtool.calibration.forwards import Observer, Reference, by_place, inputs_of, observe
+from qtool.calibration.forwards import Observer, by_place, inputs_of, observe
 from qtool.calibration.method import Rounding
 from qtool.calibration.outliers import to_median
 from qtool.calibration.precision import ROWS
+from qtool.calibration.reference import Reference
 from qtool.calibration.rounding.gptq import cost
 from qtool.calibration.rounding.gptq.gptq import GptqOptions, Problem, Solution, solve
 from qtool.calibration.rounding.gptq.hessian import Hessian, relative_error
