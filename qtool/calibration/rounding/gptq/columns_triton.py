@@ -5,7 +5,7 @@ second time. It rounds all of these columns in each step, of which one has its f
 adds what that column's error changed to the columns after it. So threads exchange nothing but sums
 over ``SUB`` columns.
 
-The product then adds what the panel changed to all columns behind it, ``T[:, later] += (E - E_old)
+The product then adds what the panel changed to all columns after it, ``T[:, later] += (E - E_old)
 M[panel, later]``, so that a target is ready when its turn comes. It sums over ``b`` terms only, in
 the same order for any number of rows, so that a row gets the same codes in any share of the rows.
 Products round their operands to TF32: what an error adds to a target is 8e-4 off.

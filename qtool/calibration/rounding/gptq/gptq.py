@@ -7,7 +7,7 @@ the functions at the right:
 
     H = 2 X^T X + damping mean(diag H) I = R R^T        R upper triangular          Factor
     T = W + (residual W D + stream S) H^-1              D = 2 (X_fp - X)^T X        prepare
-                                                        S = 2 (R_fp - R)^T X
+                                                        S = 2 (Z_fp - Z)^T X
     v_k = nearest(t_k + sum_{j<k} e_j M_jk)             M = R diag(R)^-1 - I        sweep
     then, ``rounds`` times:
         the float scales by least squares, the codes as they are                    refit
@@ -19,8 +19,8 @@ targets stay as they are, and each column gets the errors of those before it thr
 
 T makes up for the error that is already in the input (after GPTAQ, arXiv 2504.02692): ``X_fp`` is
 the float model's input, and ``X T^T`` comes nearest to ``X_fp W^T``. If the linear's outputs are
-added to the residual stream R, T also makes up for the error of that stream (LoaQ, arXiv
-2509.06297): ``R + X T^T`` comes nearest to ``R_fp + X_fp W^T``. Without ``X_fp``, T is W. The last
+added to the residual stream Z, T also makes up for the error of that stream (LoaQ, arXiv
+2509.06297): ``Z + X T^T`` comes nearest to ``Z_fp + X_fp W^T``. Without ``X_fp``, T is W. The last
 step is coordinate descent: each code is the best one given all the others.
 
 All this takes the rows for independent. With the output side of the Hessian, G (YAQA, arXiv

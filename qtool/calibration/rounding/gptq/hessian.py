@@ -2,7 +2,7 @@
 
 ``H = 2 X^T X`` is of the inputs X as the quantized linear sees them. If the inputs ``X_fp`` of the
 float block are known, there is ``D = 2 (X_fp - X)^T X`` too, and for a linear that writes to the
-residual stream R also ``S = 2 (R_fp - R)^T X``. Batches are always added up in their own order,
+residual stream Z also ``S = 2 (Z_fp - Z)^T X``. Batches are always added up in their own order,
 whichever rank computes them.
 
 Legend: M tokens, N output channels, K input channels, H hidden size.
@@ -22,8 +22,8 @@ class Hessian:
     """The sums ``h [K, K]`` and, with ``drift``, ``d [K, K]``, float32, after :meth:`complete`.
 
     With ``hidden`` above 0, which only a Hessian with ``drift`` may have, it has ``s [hidden, K]``
-    too. Only the panels of ``h`` that cover its upper triangle are summed; they lie one behind the
-    other.
+    too. Only the panels of ``h`` that cover its upper triangle are summed; they are stored one
+    after the other.
     """
 
     h: Tensor
@@ -57,7 +57,7 @@ class Hessian:
         """Add inputs ``x [M, K]``, and the float block's inputs ``reference [M, K]``.
 
         Args:
-            lacking: ``R_fp - R [M, H]`` of the residual stream.
+            lacking: ``Z_fp - Z [M, H]`` of the residual stream.
             share: factor ``[M, 1]`` by which each token is multiplied in the sums; None: 1.
         """
         h, *others = self._sums

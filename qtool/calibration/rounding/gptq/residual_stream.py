@@ -1,4 +1,7 @@
-"""Linears that write to the residual stream, whose targets also make up for the stream's error.
+"""Linears that write to the residual stream: the norms before them, and the sizes of their tokens.
+
+Their targets also make up for the stream's error, S in :mod:`.gptq`. :mod:`.rounding` gets the
+stream at the norms, and sums tokens that are far larger than others as if they were of median size.
 
 Legend: M tokens, K input channels, H hidden size.
 """
@@ -15,7 +18,7 @@ def norms_of_writers(family: Family, name: str) -> list[str]:
     The input of such a norm is the stream before the linear writes to it. The list is empty unless
     ``name`` writes to the stream, and its output is added as it is or times one number; a gate for
     each token, as of Qwen2-MoE's shared expert, counts as 1. Routed experts are left out: they do
-    not make up for the error of the stream, so a shared expert behind them does.
+    not make up for the error of the stream, so a shared expert after them does.
     """
     norms: list[str] = []
     norm = ""

@@ -1,10 +1,10 @@
 """SparseGPT: which n of each m consecutive inputs stay when a weight is pruned.
 
 Frantar and Alistarh 2023 (arXiv 2301.00774), section 3.3. The columns are visited as in GPTQ, m at
-a time. Of each m the n weights with the largest ``t_k^2 D_k`` stay, and the later columns then get
-the errors of the pruned ones. ``t_k`` is the weight after it has made up for the errors of all
-columns before it, as if none of its m were pruned; ``D = diag(R)^2`` is what an error costs once
-all later columns have made up for it.
+a time. Of each m the n weights with the largest ``t_k^2 R_kk^2`` stay, and the later columns then
+get the errors of the pruned ones. ``t_k`` is the weight after it has made up for the errors of all
+columns before it, as if none of its m were pruned; ``R_kk^2``, of the factor R of H, is what an
+error costs once all later columns have made up for it.
 
 Legend: N output channels, K input channels, b columns of a panel.
 """
@@ -21,7 +21,7 @@ def prune(
     Args:
         target: ``[N, K]``, in the order of the visit, in which each m columns are pruned together.
         feedback: GPTQ's ``[K, K]``.
-        cost: ``D [K]``.
+        cost: ``R_kk^2 [K]``.
         sparsity: ``(n, m)``: n of m stay.
         panel: columns at a time, a multiple of m; changes speed only.
     """
