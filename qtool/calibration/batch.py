@@ -24,7 +24,7 @@ HIDDEN = "hidden"
 
 @dataclass(frozen=True)
 class BlockArguments:
-    """All blocks' arguments beside the hidden states.
+    """All blocks' arguments other than the hidden states.
 
     ``axes`` has the structure of the arguments; for each tensor it holds the dimension of the
     sequences, or None if all sequences share the tensor.

@@ -1,6 +1,6 @@
 """One decoder block on a device: its exact weights, and what methods decide about it.
 
-On a GPU the module computes in 16 bits; its exact weights, which methods change, lie beside it in
+On a GPU the module computes in 16 bits; its exact weights, which methods change, are also kept in
 float32.
 
 A method (smooth, clip, gptq, ...) gets a :class:`Block` and the block's inputs, changes the weights

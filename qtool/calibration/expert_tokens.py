@@ -62,7 +62,7 @@ def add_tokens(
 
 
 def router_of(block: Block, stack: str) -> str | None:
-    """The module beside the experts ``stack`` with a row for each expert; None if unsure."""
+    """The router of the experts ``stack``: it has a row for each of them; None if unsure."""
     moe, experts = stack.rpartition(".")[0], block.get(stack)
     others = {*block.family.linears(), stack}
     found = [

@@ -65,7 +65,7 @@ class Method(ABC):
         return Work(forward_flops=block.partial_forward_flops() if self.needs_data else 0)
 
     def held_bytes(self, block: BlockShape) -> int:
-        """Device bytes at the worst moment: the exact weights and what is allocated beside them.
+        """Device bytes at the worst moment: the exact weights and what else is allocated.
 
         By default these are four float32 copies of the largest weight if the method needs data.
         """
@@ -110,7 +110,7 @@ class Transform(Method):
         """Take what :meth:`learn` found."""
 
     def announce(self, block: Block) -> None:
-        """Write into ``block`` what earlier transforms gain by knowing: schemes, what is rotated.
+        """Write into ``block`` what earlier transforms should know: schemes, what will be rotated.
 
         It is called for each block before the first transform rewrites it.
         """
@@ -163,7 +163,7 @@ class Rounding(Method):
 
     @property
     def compares(self) -> bool:
-        """Whether the float model runs beside the quantized one (``Block.reference``)."""
+        """Whether the float model runs too, for comparison (``Block.reference``)."""
         return False
 
     @property

@@ -1,9 +1,9 @@
 """Rows far larger than others: tokens with massive activations, rows of a weight.
 
 What comes next often divides a row by its size: a norm divides a token of the residual stream, and
-a reader of keys or values what a large row of k or v wrote. So such a row matters no more than
-others, but its error would outweigh theirs if it counted as it is. Here it counts as a row of
-median size. Massive activations: Sun et al., 2024, arXiv 2402.17762.
+a weight that reads keys or values may divide what a large row of k or v wrote. So such a row
+matters no more than others, but counted at its own size its error would outweigh theirs. Here it
+counts as a row of median size. Massive activations: Sun et al., 2024, arXiv 2402.17762.
 """
 
 import torch
@@ -24,10 +24,10 @@ def to_median(sizes: Tensor, largest: float = OUTLIER_RATIO) -> Tensor:
 
 
 def median(sizes: Tensor) -> Tensor:
-    """The median ``[..., 1]`` of those of ``sizes [..., M]`` that are above 0; 0 if none is.
+    """The median ``[..., 1]`` of the ``sizes [..., M]`` above 0; 0 if none is.
 
-    Zeros are dead channels, or stand behind the tokens of an expert that sees fewer than others. It
-    is found by a sort, which is deterministic on a GPU too.
+    Zeros are dead channels, or pad the tokens of an expert that sees fewer than others. It is found
+    by a sort, which is deterministic on a GPU too.
     """
     most = sizes.shape[-1]
     count = (sizes > 0).sum(-1, keepdim=True)

@@ -2,7 +2,7 @@
 
 A scheme treats each output channel by itself, so one call takes the channels of several linears. A
 block may have hundreds of small experts; one by one, kernel launches would take most of a GPU's
-time. Each linear gets the same result as alone, but for the order of sums in a GPU's products.
+time. Each linear gets the same result as alone, except for the order of sums in a GPU's products.
 
 Legend: S linears at once, N output channels, K input channels, T tokens.
 """

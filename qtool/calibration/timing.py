@@ -23,7 +23,7 @@ class PhaseTimer:
 
     Attributes:
         seconds: seconds of the phases of the main thread; together they are its whole time.
-        beside: seconds of the threads that read and write beside the main thread.
+        beside: seconds of the threads that read and write while the main thread works.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -107,7 +107,7 @@ def auto_class(config: Any) -> Any:
 def text_model(model: Any) -> Any:
     """The part of a transformers model that takes text alone: mostly ``model`` itself.
 
-    So it is for a model that has no family.
+    If the model has no family, it is ``model`` too.
     """
     try:
         return model.get_submodule(family_of(model.config).text)

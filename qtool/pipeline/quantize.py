@@ -77,7 +77,7 @@ def quantize(
 ) -> Path:
     """Quantize ``source`` by ``recipe`` into the directory ``out``.
 
-    The time and memory of the run are written to ``OUT.run.json`` beside it.
+    The time and memory of the run are written to ``OUT.run.json`` next to it.
 
     Args:
         calibration: token batches; needed if the recipe has a method that looks at activations.

@@ -120,7 +120,7 @@ def repack(
 
 
 def default_out(model: str | PathLike[str], scheme: str) -> Path:
-    """``MODEL-SCHEME`` beside a local model; in the working directory for the demo and hub models.
+    """``MODEL-SCHEME`` next to a local model; in the working directory for the demo and hub models.
 
     MODEL is the last part of a hub model's id, also if its directory in the hub's cache is given.
     """

@@ -232,8 +232,8 @@ class DecodeGraphs:
     def _step(self, forward: Any, cache: Any, kwargs: dict[str, Any], given: dict[str, Any]) -> Any:
         """The output of a step, by its graph from the second on.
 
-        ``kwargs`` are the arguments ``given``, but with the mask of full attention alone, from
-        which :meth:`Step.run` computes those of sliding windows.
+        ``kwargs`` are the arguments ``given``, except that they have only the mask of full
+        attention, from which :meth:`Step.run` computes those of sliding windows.
         """
         step = self.steps.get(cache)
         if step is None or not step.is_of(cache, kwargs):

@@ -2,7 +2,7 @@
 
 The result of a reduction depends on its order, and that of exp or rsqrt on the implementation, so a
 CPU and a GPU differ in the last place. When activations are quantized, such a difference now and
-then changes a code, and then all later values of the token. Two float64 results lie 1e-16 apart:
+then changes a code, and then all later values of the token. Two float64 results are 1e-16 apart:
 rounded to float32 they differ once in 10^8, to 16 bits once in 10^12. Operations that IEEE 754
 specifies (:data:`EXACT`) stay as they are: in float64 and rounded they would give the same number.
 """
@@ -163,7 +163,7 @@ def attention(
 
 
 def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """The weights of ``scores``, which it overwrites; a row that sees nothing gets nothing.
+    """The softmax of ``scores``, which it overwrites; a row that sees no token gets zeros.
 
     ``mask`` is bool, False hiding a token, or is added to the scores.
     """

@@ -1,4 +1,4 @@
-"""An order of the input channels in which n:m pruning leaves out little.
+"""An order of the input channels in which n:m pruning loses little importance.
 
 Channel permutations (Pool and Yu, 2021, Channel Permutations for N:M Sparsity, section 4): two
 channels of two groups of m are swapped if pruning then leaves out less importance. The importance

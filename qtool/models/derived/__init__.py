@@ -54,7 +54,7 @@ operations, by the rules in :mod:`.moves`, :mod:`.arithmetic` and :mod:`.product
 :class:`.recorded_model.RecordedModel` with its :class:`.recorded_block.RecordedBlock`. From it
 :mod:`.linears`, :mod:`.folds`, :mod:`.attention` and :mod:`.stream` prove the statements of
 :mod:`.block_family`; :mod:`.whole` puts the blocks together. :mod:`.fused` finds the parts of fused
-linears, :mod:`.passing` follows what blocks hand on beside the hidden states, and :mod:`.on_disk`
+linears, :mod:`.passing` follows what blocks hand on besides hidden states, and :mod:`.on_disk`
 and :mod:`.disk_names` have the names in checkpoints. :mod:`.norms`, :mod:`.module_kinds` and
 :mod:`.expert_gates` find what a single module computes.
 

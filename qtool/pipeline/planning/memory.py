@@ -122,7 +122,7 @@ def _most_bytes(
 
 
 def batch_sequences(job: Job, window: int, device: torch.device, given: int) -> int:
-    """Calibration windows in a batch: as many as ``given`` on a CPU, on a GPU what it holds.
+    """Calibration windows in a batch: ``given`` on a CPU, as many as fit on a GPU.
 
     A batch has whole iterations of an optimizer.
     """
@@ -188,7 +188,7 @@ class ContinuationMemory:
     def host_bytes(self) -> int:
         """Bytes of host memory through which weights reach a GPU.
 
-        Rounded ones lie in pinned memory, of which torch gives out powers of two.
+        Rounded ones are in pinned memory, which torch allocates in powers of two.
         """
         return self.weights * 3 // 2 if self.rounded else self.weights
 
@@ -212,7 +212,7 @@ class ContinuationMemory:
         return self.cache * (self.given + self.length) / (2 * self.length)
 
     def shortage(self, device: torch.device, device_memory: float, host_memory: float) -> str:
-        """A text on the bytes needed and the memory that lacks them; empty if both have room.
+        """A text on which memory is too small and for how many bytes; empty if both have room.
 
         The weights of a model on a GPU pass through host memory.
         """

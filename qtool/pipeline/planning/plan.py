@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that the run needs on disk beside the source.
+        """Bytes that the run needs on disk besides the source.
 
         They are those of the result, and of activations that fit nowhere else.
         """

@@ -27,7 +27,7 @@ def for_family(recipe: Recipe, family: Family) -> Recipe:
 
 
 def for_tied_head(recipe: Recipe, family: Family, head_bytes: int, untied_bytes: int) -> Recipe:
-    """``recipe``, which stores embedding and head apart, adapted to a model that ties the two.
+    """``recipe``, which makes embedding and head differ, adapted to a model that ties the two.
 
     One orthogonal Q fits both only if the final norm has equal weights in all channels that Q
     mixes: the head reads ``n diag(w)``, and ``Q^T diag(w) Q`` is no norm's weight. So ``best``

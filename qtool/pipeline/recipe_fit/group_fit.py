@@ -1,6 +1,6 @@
 """Leaves a few linears in 16 bits if a built-in recipe's groups do not divide their inputs.
 
-Some models have narrow linears beside attention and MLP (low-rank branches, per-layer embeddings).
+Some models have narrow linears besides attention and MLP (low-rank branches, per-layer embeddings).
 If more than a few linears do not fit, it is an error: another group size is another quantization,
 which a user chooses.
 """

@@ -1,7 +1,7 @@
 """Finds the linears of a model that a built-in rule means: other families have other names.
 
 Built-in rules name Llama's linears: ``down_proj`` stands for the linears of every family that read
-what an MLP or an expert made, ``v_proj`` for those that make the values.
+what an MLP or an expert made, ``v_proj`` for the ones that make the values.
 """
 
 import re

@@ -63,7 +63,7 @@ def _fits(rule: LayerRule, n: int, k: int) -> bool:
 
 
 def roles_match(patterns: Iterable[str]) -> str:
-    """A rule's ``match`` for all linears of these :func:`role_pattern`.
+    """A rule's ``match`` for all linears with these patterns of :func:`role_pattern`.
 
     A name within a block comes after a number: BERT's ``attention.output.dense`` is no
     ``output.dense``.

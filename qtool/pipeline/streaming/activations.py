@@ -54,7 +54,7 @@ def place_for(
 def device_room(
     job: Job, tokens: int, window: int, device: torch.device, device_free: float, beside: int = 0
 ) -> float:
-    """Bytes of ``device`` that are left for activations beside a block and ``beside`` bytes."""
+    """Bytes of ``device`` that a block and ``beside`` bytes leave for activations."""
     used = working_bytes(job, tokens, window, device) + beside
     return max(0.0, DEVICE_SHARE * device_free - used)
 
@@ -88,7 +88,7 @@ def choose(
 
 
 class Activations:
-    """Makes batches that live in one place.
+    """Makes batches that are kept in one place.
 
     Args:
         place: a key of :data:`PLACES`.

@@ -1,4 +1,4 @@
-"""Rewrites embedding, final norm and head by the transforms, a few rows at a time on a device.
+"""Lets the transforms rewrite embedding, final norm and head, a few rows at a time on a device.
 
 The transforms get the rows in float32, whatever the source's dtype is, and the rows are rounded
 once, to the dtype of the result.

@@ -1,4 +1,4 @@
-"""Checks what methods return and leave behind, also methods of other packages."""
+"""Checks what methods return and what they change, also methods of other packages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +24,8 @@ from qtool.schemes.base import ClipRatio, Scheme
 def running_method(method: Method, function: str, index: int) -> AbstractContextManager[None]:
     """Name ``function`` of ``method`` and block ``index`` in what the function raises while open.
 
-    The run is only interrupted: its blocks are kept for one with the function corrected.
+    The run counts as interrupted: its blocks are kept, and it can be resumed once the function is
+    corrected.
     """
     return running(fails=f"{method.name}: {function} fails on block {index}", kind=Interrupted)
 

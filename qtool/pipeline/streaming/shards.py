@@ -146,7 +146,7 @@ class Shards:
         writer.submit(self._putting(shard, tensors, notes), partial(self._written, shard))
 
     def _batches(self, tokens: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The calibration batches, larger on a GPU, each of whole iterations of an optimizer.
+        """The calibration batches; on a GPU larger ones, each of whole iterations of an optimizer.
 
         The batches are the same for every number of ranks.
         """

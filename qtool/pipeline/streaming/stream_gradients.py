@@ -98,7 +98,7 @@ def _logit_moments(source: Checkpoint, job: Job, text: Tensor, device: torch.dev
     shares = counts / counts.sum()
     moments, mean, start = gain.new_zeros(len(gain), len(gain)), gain.new_zeros(len(gain)), 0
     for rows in head:
-        share = shares[start : start + len(rows)]  # tokens behind the last that occurs have none
+        share = shares[start : start + len(rows)]  # tokens after the last that occurs have none
         start, scaled = start + len(rows), rows[: len(share)] * gain
         moments += scaled.T @ (share[:, None] * scaled)
         mean += share @ scaled

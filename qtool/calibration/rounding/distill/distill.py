@@ -2,8 +2,8 @@
 
 APEX4 section 3.3 (algorithm 1), OmniQuant (arXiv 2308.13137). One block after another learns. The
 student gets the output of the quantized blocks before it; the teacher is the float block after all
-transforms. It gets the same input, or the float model's if that runs beside (``start: gptq``), so
-that the student also makes up for the error of its input. Per token of block output y:
+transforms. It gets the same input, or the float model's if that runs too (``start: gptq``), so that
+the student also makes up for the error of its input. Per token of block output y:
 
     loss = 1 - cos(y_student, y_teacher)    or    |y_student - y_teacher|^2 / mean |y_teacher|^2
 
@@ -52,9 +52,9 @@ class Distill(Rounding):
     """Options, all of them recipe keys.
 
     Args:
-        start: the rounding whose codes learning starts from, ``rtn`` or ``gptq``. GPTQ's dense
-            codes are better than those learned from RTN's and rarely improve; its 2:4 codes
-            improve by a fifth.
+        start: the rounding whose codes learning starts from, ``rtn`` or ``gptq``. Codes learned
+            from RTN's are worse than GPTQ's dense ones, which learning rarely improves; its 2:4
+            codes improve by a fifth.
         loss: ``cosine`` is APEX4's, blind to the length of y; ``mse`` is OmniQuant's.
         epochs: passes over the samples.
         samples: calibration sequences used, the first ones.

@@ -22,7 +22,7 @@ class Recorded:
     runs the function, so that what it makes only once (kernels, an optimizer's state) is there. If
     the next call has the same shapes, it is recorded as a CUDA graph, which it and all later calls
     replay. Calls with other shapes, or other arguments that are no tensors, run the function. So do
-    all calls if a graph cannot hold it, as one that waits for the GPU.
+    all calls if no graph can record the function, for example because it waits for the GPU.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -52,7 +52,10 @@ class Recorded:
             self.refused = bool(waits)
 
     def _record(self, leaves: list[Any], structure: Any) -> None:
-        """Record the function with copies of ``leaves``, which computes nothing, if a graph can."""
+        """Record the function on copies of ``leaves``, unless it cannot be recorded.
+
+        A recording only notes the operations: nothing is computed.
+        """
         self.leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)

@@ -89,7 +89,7 @@ def _solving(options: GptqOptions, block: BlockShape, groups: Sequence[LinearGro
 
 
 def _outputs(options: GptqOptions, block: BlockShape) -> Work:
-    """The work of the output side of the Hessian, beside that of rounding without it.
+    """The work of the output side of the Hessian, in addition to that of rounding without it.
 
     It is a forward and a backward pass of some sequences; G, its factor and feedback; and sweeps of
     a chunk's rows in place of all.
@@ -119,7 +119,7 @@ def held_bytes(options: GptqOptions, block: BlockShape) -> int:
     The device then holds the exact weights of linears that are not rounded yet, the codes of the
     others, and what solving takes. At first that is H, the damped H (twice for coordinate descent),
     its factor, and the inverse of the factor if float inputs are compared; later it is H and the
-    feedback, beside the stacked weight, its target, errors and codes. Several experts are solved
+    feedback, with the stacked weight, its target, errors and codes. Several experts are solved
     together.
     """
     left, total, worst = block.weights, block.weights, 0

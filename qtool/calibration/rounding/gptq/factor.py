@@ -108,7 +108,7 @@ def cholesky(matrix: Tensor) -> Tensor | None:
     """The lower factor of ``matrix [K, K]``, or None if it is not positive definite.
 
     The library factors a matrix of up to :data:`WHOLE` columns as a whole. A larger one is factored
-    by blocks of :data:`BLOCK` columns in a copy, which takes ``K x BLOCK`` numbers beside the
+    by blocks of :data:`BLOCK` columns in a copy, which takes ``K x BLOCK`` numbers besides the
     matrix and its factor.
     """
     if len(matrix) <= WHOLE:

@@ -36,7 +36,7 @@ def hessians_at_once(k: int) -> int:
 
 
 def problem_bytes(n: int, k: int) -> int:
-    """Bytes of a problem ``[n, k]`` beside its weight and Hessian.
+    """Bytes of a problem ``[n, k]`` besides its weight and Hessian.
 
     They are those of the damped Hessian and the feedback, and of the target, errors, codes and what
     a sweep holds.
