@@ -227,13 +227,20 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     directory = _directory(model)
     require_tokenizer(directory)
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # a damaged file: tokenizers raises Exception itself
         if (directory / "config.json").is_file():
             config_of(directory)  # an error in the config explains this one better
         raise QtoolError(
             f"{directory}: no usable tokenizer ({type(error).__name__}: {in_one_line(error)})"
         ) from error
+    # of tokenizer_config.json alone transformers makes one that knows no word, or a space alone
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)) + 1:
+        raise QtoolError(
+            f"{directory}: its tokenizer has no vocabulary: copy all files of the model's "
+            "tokenizer there"
+        )
+    return tokenizer
 
 
 def _directory(model: str | Path) -> Path:

@@ -129,6 +129,14 @@ def test_a_model_without_a_tokenizer_is_told_so(native: Path, copy: Path) -> Non
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(QtoolError, match="no usable tokenizer"):
         load_tokenizer(copy)
+    (copy / "tokenizer.json").unlink()
+    settings = copy / "tokenizer_config.json"
+    for kind in ("LlamaTokenizer", "GPT2Tokenizer", "T5Tokenizer"):
+        settings.write_text(json.dumps({"tokenizer_class": kind}))
+        with pytest.raises(QtoolError, match="its tokenizer has no vocabulary: copy all files"):
+            load_tokenizer(copy)
+    settings.write_text('{"tokenizer_class": "ByT5Tokenizer"}')  # needs none
+    assert load_tokenizer(copy)("a").input_ids
 
 
 def test_a_device_may_be_torch_s(native: Path) -> None:
