@@ -125,10 +125,8 @@ class Import(Conversion):
             )
         self.identity = {
             "source model": source.fingerprint(recorded_hashes(source.directory)),
-            "import": {
-                "format": self.foreign.name,
-                "layouts": dict(Counter(made.layout for made in self.formats.values())),
-            },
+            # a damaged file's zero points and group index decide how others' linears are stored
+            "import": {"format": self.foreign.name, "native": self.native.to_dict()},
             "qtool version": qtool.__version__,
         }
 

@@ -279,6 +279,25 @@ def test_a_flipped_byte_stops_an_import(make_model: MakeModel, tmp_path: Path) -
     assert not list(tmp_path.glob("out.partial"))
 
 
+def test_a_damaged_file_does_not_decide_the_format_of_others(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    """A zero point that is not 8 makes another scheme of all linears."""
+    source = Checkpoint(make_model(dtype=torch.float16))
+    ours = quantize(source, recipe_of([rule("w4a16", "channel")]), tmp_path / "native")
+    foreign = export(ours, "gptq", tmp_path / "foreign").directory
+    zeros = Checkpoint(foreign).entry("model.layers.1.mlp.up_proj.qzeros")
+    whole = zeros.path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[zeros.start] ^= 0xFF
+    zeros.path.write_bytes(damaged)
+    with pytest.raises(CheckFailed, match="its sha256 is not"):
+        import_checkpoint(Checkpoint(foreign), tmp_path / "out", "row-major")
+    zeros.path.write_bytes(whole)
+    with pytest.raises(QtoolError, match="was started with another import"):
+        import_checkpoint(Checkpoint(foreign), tmp_path / "out", "row-major")
+
+
 def test_a_format_from_outside(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
