@@ -47,14 +47,15 @@ def export_notes(
     if target.one_file and (otherwise := tokenizer_caution(source.directory)):
         notes.append(otherwise)
     notes += _dtype_notes(target, quantized, named_dtype(config))
+    refused = not_loaded(target, config, formats)
     if target.read_by_transformers and (own := _converted(family, config, formats)):
         notes.append(
             f"transformers does not load this export: it makes {own} of other tensors, and drops "
             f"those that are in 16 bits when it loads {target.name}"
         )
-    if told := target.loads_with(formats):
+    elif not refused and (told := target.loads_with(formats)):
         notes.append(told)
-    return notes + not_loaded(target, config, formats)
+    return notes + refused
 
 
 def not_loaded(target: ExportFormat, config: Mapping[str, Any], formats: Formats) -> list[str]:

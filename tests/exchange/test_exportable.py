@@ -34,6 +34,7 @@ from qtool.pipeline.quantize import Calibration, quantize
 from qtool.schemes import Params
 from tests.conftest import MakeModel
 from tests.exchange.conftest import recipe_of, rule
+from tests.models.tiny import save_tiny
 
 TOKENS = torch.randint(0, 320, (4, 64), generator=torch.Generator().manual_seed(0)).split(2)
 
@@ -277,6 +278,18 @@ def test_a_flipped_byte_stops_an_import(make_model: MakeModel, tmp_path: Path) -
     flip(foreign, "00002-of")
     import_checkpoint(Checkpoint(foreign), tmp_path / "out")
     assert not list(tmp_path.glob("out.partial"))
+
+
+def test_how_transformers_loads_is_said_of_exports_that_it_loads(tmp_path: Path) -> None:
+    """It loads no experts with zero points, whatever it is told."""
+    source = Checkpoint(save_tiny("mixtral", tmp_path / "source"))
+    recipe = recipe_of([rule("w4a8-qoq", "channel")])
+    ours = quantize(source, recipe, tmp_path / "native", dtype=torch.float16)
+    notes = export(ours, "compressed-tensors-w4a16", tmp_path / "out").notes
+    said = [note for note in notes if "zero points" in note]
+    assert said == [
+        "experts: transformers cannot load them with zero points; serve this export with vLLM"
+    ]
 
 
 def test_a_damaged_file_does_not_decide_the_format_of_others(
