@@ -79,7 +79,7 @@ def require_no_task(path: Path) -> None:
     """
     try:
         row = _read(path)[0] if path.is_file() else {}
-    except QtoolError:
+    except (QtoolError, OSError):  # a name may be longer than the system takes
         return
     if frozenset(row) in FORMS:
         raise QtoolError(

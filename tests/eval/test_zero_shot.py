@@ -321,6 +321,8 @@ def test_a_file_of_questions_is_no_text(tokenizer, data_dir, tmp_path):
     other.write_text('{"question": "?"}')
     with pytest.raises(QtoolError, match="has the keys question, expected a row with"):
         load_tasks([str(other)], tokenizer)
+    with pytest.raises(QtoolError, match="unknown corpus"):  # no file can have this name
+        load_tasks([f"{'a' * 300}.jsonl"], tokenizer)
 
 
 def test_a_pipe_is_no_task(tmp_path):
