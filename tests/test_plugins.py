@@ -107,6 +107,9 @@ def test_a_scheme_of_another_package_goes_all_the_way(
 def test_a_checkpoint_names_the_packages_that_it_was_made_with(
     installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    built_in = qtool.quantize("demo", "w4a16", recipe="fast", out=tmp_path / "built-in").directory
+    config = json.loads((built_in / "config.json").read_text())
+    assert "plugins" not in config["quantization_config"]
     qtool.quantize("demo", "w4a16-pow2", out=tmp_path / "out")
     del SCHEMES["w4a16-pow2"]
     with pytest.raises(QtoolError, match=r"does .plugins where it was made: own-scheme 0\.1\.0.$"):

@@ -112,7 +112,10 @@ class CheckpointFormat:
 
     def in_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config.json of a native checkpoint in this format, from the source's ``config``."""
-        packages = plugins.versions()
+        formats = [rule.format for rule in self.rules if rule.format]
+        parts = [part for one in formats for part in (one.scheme_object, one.layout_object)]
+        built_in = all(type(part).__module__.startswith("qtool.") for part in parts)
+        packages = {} if built_in else plugins.versions()
         made_with = {"plugins": packages} if packages else {}
         return {**config, "quantization_config": self.to_dict() | made_with, WEIGHTS_FIELD: NOTICE}
 
