@@ -15,7 +15,7 @@ from tests import forks
 
 def begin() -> TCPStore:
     """A watch as rank 0 of 2, where rank 1 gives no sign of life after its first."""
-    watch.BEAT, watch.SILENCE = 0.1, 0.3
+    watch.BEAT = 0.1
     store = TCPStore("localhost", 0, is_master=True)
     store.set("qtool/beat/1", "7")
     store.set("qtool/place/1", "process 12 on there")
@@ -24,6 +24,7 @@ def begin() -> TCPStore:
 
 
 def wait(store: TCPStore) -> None:
+    watch.SILENCE = 2
     time.sleep(300)
 
 
@@ -61,7 +62,7 @@ def test_a_run_ends(
 
 def meet(port: int) -> None:
     """A watch as rank 1 of 2, whose store stops answering."""
-    watch.BEAT, watch.SILENCE = 0.1, 0.5
+    watch.BEAT, watch.SILENCE = 0.1, 3
     store = TCPStore("localhost", port, is_master=False)
     watch.begin(store.clone(), 1, 2)
     store.set("met", "1")
