@@ -107,7 +107,7 @@ class Reference:
         if key in self.seen:
             return joined(self.seen[key], names)
         seen: dict[str, list[Tensor]] = {name: [] for name in self.watched or names}
-        observers = {name: self._keeper(parts) for name, parts in seen.items()}
+        observers = {name: self._keeper(parts, own) for name, parts in seen.items()}
         if self.moves_on:
             self.moved[key] = move_on(self.block, own, observers, **self.block.full_kv)
         else:
@@ -116,10 +116,18 @@ class Reference:
             self.seen[key] = seen
         return joined(seen, names)
 
-    def _keeper(self, parts: list[Tensor]) -> Observer:
-        if not self.watched:
-            return parts.append
-        return lambda x: parts.append(x.clone())  # a batch that moves on may overwrite its input
+    def _keeper(self, parts: list[Tensor], own: Batch) -> Observer:
+        """Appends what it observes to ``parts``: a copy if it is kept, or is the batch's memory.
+
+        A batch that moves on may overwrite its memory. On a CPU that is what the first norm reads.
+        """
+        memory = [tensor.untyped_storage().data_ptr() for tensor in own.tensors.values()]
+
+        def keep(x: Tensor) -> None:
+            changes = self.moves_on and x.untyped_storage().data_ptr() in memory
+            parts.append(x.clone() if self.watched or changes else x)
+
+        return keep
 
     def propagate(self) -> None:
         """Replace the float inputs of all batches by those of the next block.

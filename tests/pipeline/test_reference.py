@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qtool import recipes
+from qtool.calibration.rounding.gptq import memory
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
@@ -62,6 +63,20 @@ def test_a_resumed_run_finds_it_again(make_model: MakeModel, tmp_path: Path) -> 
             run(source, out, "kv4", progress=kill_at(stop))
         cut = run(source, out, "kv4", resume=True)
         assert files(cut) == files(whole)
+
+
+@pytest.mark.parametrize("most", [0, 1 << 30])
+@pytest.mark.parametrize("variant", ["llama", "falcon", "mixtral"])
+def test_outputs_that_overwrite_the_inputs_change_nothing(
+    variant: str, most: int, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In files: the last dense linear of a mixture is compared at the block's own input."""
+    monkeypatch.setattr(memory, "MOST_INPUT_BYTES", most)
+    source = make_model(variant, num_hidden_layers=3)
+    first, *others = (
+        files(run(source, tmp_path / place, activations=place)) for place in ("device", "disk")
+    )
+    assert others == [first]
 
 
 def test_a_block_is_calibrated_on_what_the_quantized_ones_before_compute(
