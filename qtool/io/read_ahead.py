@@ -49,6 +49,8 @@ class ReadAhead:
             following: the block to read next; reading starts now.
         """
         moved, self._moved = self._moved, None
+        if moved is not None:
+            moved[2].wait()  # also if it is dropped: its memory is used again
         if self._ahead is None or self._ahead[0] != index:
             self._start(index)
         assert self._ahead is not None
@@ -58,15 +60,14 @@ class ReadAhead:
             self._start(following)
         if moved is None or moved[0] != index:
             return weights
-        moved[2].wait()
         return moved[1]
 
     def move(self, device: torch.device) -> None:
-        """Copy the block that was read ahead, if there is one, to the GPU.
+        """Copy the block that was read ahead, if there is one, to the GPU, once.
 
         The copy runs in parallel with work that is queued from now on.
         """
-        if self._ahead is None or not self._ahead[1].done():
+        if self._moved is not None or self._ahead is None or not self._ahead[1].done():
             return
         index, weights = self._ahead[0], self._ahead[1].result()
         moved = {name: torch.empty_like(weight, device=device) for name, weight in weights.items()}
