@@ -79,9 +79,9 @@ class Dense:
         return (x.double() @ self.on(x.device)).to(x.dtype)
 
     def on(self, device: torch.device) -> Tensor:
-        """The matrix on ``device``."""
-        self.matrix = self.matrix.to(device)
-        return self.matrix
+        """The matrix on ``device``; another thread may move it elsewhere at the same time."""
+        self.matrix = matrix = self.matrix.to(device)
+        return matrix
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from qtool.calibration.transforms.hadamard import rotation
 from qtool.calibration.transforms.learned_rotation import (
     BATCH,
     POWER,
+    Dense,
     GroupedRows,
     gradient,
     gradient_of_step,
@@ -83,6 +84,19 @@ def test_the_gradient_of_several_matrices_is_that_of_each() -> None:
     turned.view(20, -1, GROUP).abs().pow(POWER).mean(-1).pow(2 / POWER).mean().backward()
     assert q.grad is not None
     torch.testing.assert_close(gradient(x, q.detach(), GROUP), q.grad)
+
+
+def test_threads_may_use_a_matrix_on_several_devices_at_once() -> None:
+    """The thread that writes turns a final norm's bias on the CPU, while blocks turn on a GPU."""
+
+    class Shared(Dense):
+        def __setattr__(self, name: str, value: Tensor) -> None:
+            super().__setattr__(name, value)
+            if value.is_meta:  # at once another thread moves it back
+                super().__setattr__(name, torch.eye(4))
+
+    matrix = Shared(torch.eye(4))
+    assert matrix.on(torch.device("meta")).is_meta
 
 
 @pytest.mark.cuda
