@@ -126,7 +126,8 @@ def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
     """Put an empty QuantLinear (on the linear's device) wherever ``format`` says so."""
     config = model.config.get_text_config(decoder=True)
     family = family_of(model.config)
-    if not _has(model, family.blocks):  # AutoModel leaves the head out, and its prefix
+    # AutoModel leaves the head out, and its prefix
+    if family.blocks not in dict(model.named_modules()):
         raise QtoolError(
             f"{type(model).__name__} has no {family.blocks}: load a native checkpoint as a causal "
             "language model (AutoModelForCausalLM)"
@@ -145,15 +146,6 @@ def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
             device=linear.weight.device,
         )
         model.set_submodule(name, quantized)
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    """Whether ``model`` has a submodule ``name``."""
-    try:
-        model.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
 
 
 def quantized_linears(model: nn.Module) -> dict[str, QuantLinear]:
