@@ -200,17 +200,6 @@ def _prepared(operand: "Operand", weight: "Weight", n: int, call: Call) -> "Prep
     return PreparedLinear(operand, weight, call.bias, order, norm, shape, *dtypes, rotated=rotated)
 
 
-def _rotated(call: Call) -> Call:
-    """``call`` with gathered and rotated inputs, for kernels that do not do this themselves.
-
-    Rotated inputs are float32, in which the reference quantizes them too.
-    """
-    if not call.format.rotated:
-        return call
-    x = call.x if call.permutation is None else call.x[:, call.permutation.long()]
-    return replace(call, x=rotate(x), permutation=None)
-
-
 def _w4ax(call: Call) -> Tensor:
     from qtool.kernels.activation.quantize_activation_groups import quantize_activation_groups
     from qtool.kernels.hopper.w4ax import w4ax_gemm
@@ -243,9 +232,9 @@ def _groups(
 def _w4a16(call: Call) -> Tensor:
     from qtool.kernels.mma.w4a16 import w4a16_24_gemm, w4a16_gemm
 
-    dtype, call = call.x.dtype, _rotated(call)
     x = call.x if call.permutation is None else call.x[:, call.permutation.long()]
-    x = x.to(dtype)  # the kernel takes only 16 bits
+    if call.format.rotated:
+        x = rotate(x).to(x.dtype)  # the kernel takes only 16 bits
     qweight, scale = call.stored["qweight"], call.stored["scale"]
     if "metadata" in call.stored:
         return w4a16_24_gemm(x, qweight, call.stored["metadata"], scale, call.bias, call.out_dtype)
