@@ -152,7 +152,7 @@ def _packed(
     else:
         ran = f"{scheme.name} reference, {_precision(linear_format)}"
         y, tolerance = linear(x), TOLERANCE
-    error = _distance(y, _reference(linear, x, codes, params))
+    error = relative_distance(y, _reference(linear, x, codes, params))
     problem = (
         "" if error <= tolerance else f"output differs from the float64 reference by {error:.1e}"
     )
@@ -182,7 +182,8 @@ def _reference(linear: QuantLinear, x: Tensor, codes: Tensor, params: dict[str, 
     return y if linear.bias is None else y + linear.bias.double()
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def relative_distance(found: Tensor, expected: Tensor) -> float:
+    """``||found - expected|| / ||expected||`` (Frobenius)."""
     return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 

@@ -25,7 +25,7 @@ from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.auto import text_model
-from qtool.pipeline.verify import Verified
+from qtool.pipeline.verify import Verified, relative_distance
 from qtool.runtime.read_linear import load_linear
 from qtool.serving.kernel import Gemm
 from qtool.serving.replay import profiled, read_profiles, replays
@@ -151,10 +151,7 @@ def _row(gemm: Gemm, checkpoint: Checkpoint) -> Verified:
         equal = equal and kernel in (gemm.kernel, None)  # None: the scheme's reference
         y = linear(x) if kernel is None else linear.multiply(x, kernel, x.dtype)
         parts.append(y[:, _rows(checkpoint, name)])
-    expected = torch.cat(parts, -1).float()
-    distance = float(
-        (gemm.multiply(x).float() - expected).norm() / expected.norm().clamp(min=1e-30)
-    )
+    distance = relative_distance(gemm.multiply(x), torch.cat(parts, -1).double())
     fits = distance <= (0.0 if equal else TOLERANCE)
     problem = "" if fits else f"differs from our runtime by {distance:.1e}"
     return Verified(gemm.name, problem, f"{gemm.kernel.name}, {gemm.kernel.precision}", distance)
