@@ -16,7 +16,6 @@ from markupsafe import Markup
 
 import qtool
 from qtool.eval.channel_range import ChannelRange, outlier
-from qtool.eval.results import INTERVAL
 from qtool.report import commands, glossary, plots
 from qtool.report.data import Quality, Report, Size, experts, gains
 from qtool.table import decimal
@@ -124,21 +123,21 @@ def numbers(q: Quality) -> tuple[str, str, str, str]:
     """The model's and the baseline's value, the change and the ratio, with 95 % intervals."""
     scale, digits, unit = (100, 2, " %") if q.metric.startswith("acc") else (1, 3, "")
 
-    def value(number: float, stderr: float | None, unit: str = unit) -> str:
-        interval = "" if stderr is None else f" ± {decimal(scale * INTERVAL * stderr, digits)}"
-        return f"{decimal(scale * number, digits)}{interval}{unit}"
+    def value(number: float, interval: float | None, unit: str = unit) -> str:
+        within = "" if interval is None else f" ± {decimal(scale * interval, digits)}"
+        return f"{decimal(scale * number, digits)}{within}{unit}"
 
-    own = value(q.value.value, q.value.stderr)
+    own = value(q.value.value, q.value.interval)
     if not q.baseline or not q.change:
         return own, "–", "–", ""
-    base, sign = value(q.baseline.value, q.baseline.stderr), "+" if q.change.change >= 0 else "−"
+    base, sign = value(q.baseline.value, q.baseline.interval), "+" if q.change.change >= 0 else "−"
     unpaired = "" if q.change.paired or q.change.stderr is None else ", unpaired"
     if q.change.is_log:
-        interval = "" if q.change.stderr is None else f" ± {INTERVAL * q.change.stderr:.4f}"
+        interval = "" if q.change.interval is None else f" ± {q.change.interval:.4f}"
         change = f"{sign}{abs(q.change.change):.4f}{interval} nats{unpaired}"
         return own, base, change, f"× {decimal(q.change.ratio)}"
     points = " points" if unit else ""
-    return own, base, sign + value(abs(q.change.change), q.change.stderr, points) + unpaired, ""
+    return own, base, sign + value(abs(q.change.change), q.change.interval, points) + unpaired, ""
 
 
 def rises(q: Quality) -> dict[str, Any]:
