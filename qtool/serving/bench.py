@@ -178,7 +178,7 @@ def bench_model(
         raise QtoolError(
             f"bench serve: --batches {','.join(batches)}: no engine has room for any of them"
         )
-    return as_dicts(rows), table(rows)
+    return [asdict(row) for row in rows], table(rows)
 
 
 def table(rows: Sequence[Served]) -> str:
@@ -203,11 +203,6 @@ def table(rows: Sequence[Served]) -> str:
 def _over(row: Served, first: dict[int, float]) -> str:
     """The step's time over the first engine's; that one may have had no room for the batch."""
     return f"{row.step_ms / first[row.batch]:.2f}" if row.batch in first else "-"
-
-
-def as_dicts(rows: Sequence[Served]) -> list[dict[str, Any]]:
-    """The rows as plain data, for ``--json``."""
-    return [asdict(row) for row in rows]
 
 
 def _measure_elsewhere(name: str, request: dict[str, Any]) -> list[dict[str, Any]]:

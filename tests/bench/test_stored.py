@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from qtool.bench.gemm import Measurement, summed, table
 from qtool.bench.stored import machine, store
-from qtool.serving.bench import Served, as_dicts
+from qtool.serving.bench import Served
 
 TABLES = Path(__file__).parents[2] / "benchmarks" / "tables.py"
 
@@ -38,9 +39,9 @@ def test_runs_of_bench_serve_become_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ``qtool bench serve --json`` prints, kept by ``tables.py --keep serving``."""
-    rows = as_dicts([Served("qtool w4a8-lqq", 16, 3.0, 70000.0, 100.0), Served("fp8", 16, 4, 6, 1)])
+    rows = [Served("qtool w4a8-lqq", 16, 3.0, 70000.0, 100.0), Served("fp8", 16, 4, 6, 1)]
     file = tmp_path / "two GPUs.json"
-    file.write_text(json.dumps(rows))
+    file.write_text(json.dumps([asdict(row) for row in rows]))
     tables: dict[str, Any] = runpy.run_path(str(TABLES))
     monkeypatch.setitem(tables["keep"].__globals__, "RESULTS", tmp_path / "results")
     tables["keep"]("serving", [file], "qtool bench serve", "a GPU")
