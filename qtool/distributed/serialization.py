@@ -62,15 +62,12 @@ def size(specs: TensorSpecs) -> int:
     return _aligned(places[-1].stop) if places else 0
 
 
-def empty_buffer(specs: TensorSpecs, device: str) -> Tensor:
-    """An uninitialized uint8 buffer for the tensors, on ``device``."""
-    return torch.empty(size(specs), dtype=torch.uint8, device=device)
-
-
-def pack(tensors: Sequence[Tensor], specs: TensorSpecs, into: Tensor) -> None:
-    """Copy ``tensors`` into a buffer."""
+def pack(tensors: Sequence[Tensor], specs: TensorSpecs, device: str) -> Tensor:
+    """A uint8 buffer on ``device`` with copies of ``tensors``."""
+    packed = torch.empty(size(specs), dtype=torch.uint8, device=device)
     for tensor, place in zip(tensors, _places(specs), strict=True):
-        into[place] = tensor.detach().contiguous().flatten().view(torch.uint8).to(into.device)
+        packed[place] = tensor.detach().contiguous().flatten().view(torch.uint8).to(device)
+    return packed
 
 
 def join_tensors(blob: bytes, specs: TensorSpecs, packed: Tensor) -> Any:

@@ -16,9 +16,7 @@ def test_a_value_with_tensors_survives_the_journey() -> None:
     blob, tensors = parcels.split_tensors(value)
     assert len(tensors) == 3  # the scale travels once
     described = parcels.specs_of(tensors)
-    room = parcels.empty_buffer(described, "cpu")
-    parcels.pack(tensors, described, room)
-    found = parcels.join_tensors(blob, described, room.clone())
+    found = parcels.join_tensors(blob, described, parcels.pack(tensors, described, "cpu"))
     assert torch.equal(found["a"].codes, value["a"].codes) and found["a"].weight_error == 0.5  # type: ignore[attr-defined]
     assert torch.equal(found["a"].params["s1"], scale) and found["a"].params["s1"] is found["b"][0]
     assert found["b"][1] == (1, None) and found["c"].shape == (0,)
@@ -28,14 +26,12 @@ def test_buffers_of_several_ranks_may_lie_one_after_another() -> None:
     value = [torch.randn(3), torch.ones(1, dtype=torch.bool)]
     blob, tensors = parcels.split_tensors(value)
     described = parcels.specs_of(tensors)
-    rooms = torch.empty(2, parcels.size(described), dtype=torch.uint8)
-    for room in rooms:
-        parcels.pack(tensors, described, room)
+    for room in parcels.pack(tensors, described, "cpu").repeat(2, 1):
         found = parcels.join_tensors(blob, described, room)
         assert all(torch.equal(mine, its) for mine, its in zip(value, found, strict=True))
 
 
 def test_a_value_without_tensors_needs_no_room() -> None:
     blob, tensors = parcels.split_tensors([1, "two"])
-    assert not tensors and len(parcels.empty_buffer([], "cpu")) == 0
-    assert parcels.join_tensors(blob, [], torch.empty(0, dtype=torch.uint8)) == [1, "two"]
+    nothing = parcels.pack(tensors, [], "cpu")
+    assert not len(nothing) and parcels.join_tensors(blob, [], nothing) == [1, "two"]
