@@ -19,7 +19,7 @@ from qtool.models.families.phi3 import PHI3
 from qtool.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from qtool.models.family import Family
 from qtool.models.family_checks import require_consistent
-from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup, SharedHeadCache
+from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup
 
 FAMILIES: list[Family] = [
     *(LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT, FALCON),
@@ -90,7 +90,6 @@ __all__ = [
     "Fold",
     "Heads",
     "LinearGroup",
-    "SharedHeadCache",
     "family_of",
     "register_family",
 ]

@@ -10,11 +10,10 @@ from qtool.recipes.recipe import (
     parse,
     read,
 )
-from qtool.recipes.schema import Departure, LayerRule, Recipe, Step
+from qtool.recipes.schema import LayerRule, Recipe, Step
 
 __all__ = [
     "VARIANTS",
-    "Departure",
     "LayerRule",
     "Recipe",
     "Step",
