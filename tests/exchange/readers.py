@@ -110,8 +110,8 @@ def marlin_24(t: Tensors) -> tuple[Tensor, Tensor]:
     return codes.flatten(1), s.t().float()
 
 
-def _sparse_values(words: Tensor) -> Tensor:
-    """The kept codes ``[N, K / 2]``, by the packer's permutation of 1024 run backwards."""
+def sparse_permutation() -> Tensor:
+    """The public packer's permutation of 1024 kept codes."""
     order = []
     for i in range(32):
         column = i // 4
@@ -121,11 +121,15 @@ def _sparse_values(words: Tensor) -> Tensor:
             for row in (2 * (i % 4), 2 * (i % 4) + 1, 2 * (i % 4 + 4), 2 * (i % 4 + 4) + 1)
         ]
         order += [p + j for j in range(4) for p in eight]
-    permutation = torch.tensor(order).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
+    return torch.tensor(order).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
+
+
+def _sparse_values(words: Tensor) -> Tensor:
+    """The kept codes ``[N, K / 2]``, by the packer's permutation run backwards."""
     tiles_of_k, n = words.shape[0], words.shape[1] // 2
     flat = (words.long()[..., None] >> 4 * torch.arange(8) & 15).reshape(-1, 1024)
     plain = torch.empty_like(flat)
-    plain[:, permutation] = flat
+    plain[:, sparse_permutation()] = flat
     return (
         plain.reshape(tiles_of_k, n // 16, 16, 16)
         .permute(0, 2, 1, 3)

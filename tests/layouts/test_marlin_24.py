@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.layouts.marlin_24 import MARLIN_24
+from tests.exchange.readers import sparse_permutation
 
 N, K = 128, 256
 #: kept positions, non-zero inputs -> stored nibble
@@ -46,21 +47,11 @@ def compressed(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 def packed_values(values: Tensor) -> Tensor:
     """The packer's permutation of 1024 values, eight to a word."""
-    permutation = []
-    for i in range(32):
-        column = i // 4
-        eight = [
-            16 * row + 256 * (column // 2) + 8 * (column % 2) + 4 * block
-            for block in (0, 1)
-            for row in (2 * (i % 4), 2 * (i % 4) + 1, 2 * (i % 4 + 4), 2 * (i % 4 + 4) + 1)
-        ]
-        permutation += [p + j for j in range(4) for p in eight]
-    permutation = torch.tensor(permutation).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].flatten()
     tiles = (
         values.t()
         .reshape(K // 32, 16, N // 16, 16)
         .permute(0, 2, 1, 3)
-        .reshape(-1, 1024)[:, permutation]
+        .reshape(-1, 1024)[:, sparse_permutation()]
     )
     return (tiles.reshape(K // 32, 2 * N, 8) << 4 * torch.arange(8)).sum(-1)
 
