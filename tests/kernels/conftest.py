@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qtool import schemes
+from qtool.layouts.digit_layout import DigitLayout
 from qtool.layouts.dual_mma import DUAL_MMA
 
 Arguments = tuple[dict[str, object], Tensor]
@@ -35,7 +36,14 @@ def w4a8_arguments() -> Callable[..., Arguments]:
     return arguments
 
 
-def arguments(scheme: str, group: int | None, m: int = 5, n: int = 128, k: int = 256) -> Arguments:
+def arguments(
+    scheme: str,
+    group: int | None,
+    m: int = 5,
+    n: int = 128,
+    k: int = 256,
+    layout: DigitLayout = DUAL_MMA,
+) -> Arguments:
     """The op's arguments for a random weight, and the scheme's own float32 product."""
     generator = torch.Generator().manual_seed(1)
     s = schemes.get(scheme, group)
@@ -43,11 +51,11 @@ def arguments(scheme: str, group: int | None, m: int = 5, n: int = 128, k: int =
     params = s.fit(weight)
     codes = s.quantize(weight, params)
     qx, sx = s.activation.quantize(x)
-    packed = {name: DUAL_MMA.pack_group(p) if p.dim() == 2 else p for name, p in params.items()}
+    packed = {name: layout.pack_group(p) if p.dim() == 2 else p for name, p in params.items()}
     given = {
         "x": qx,
         "sx": sx[:, 0].contiguous(),
-        "qweight": DUAL_MMA.pack(codes)["qweight"],
+        "qweight": layout.pack(codes)["qweight"],
         "s1": packed.get("s1", packed.get("scale")),
         "s2": packed.get("s2"),
         "offset": packed.get("offset"),

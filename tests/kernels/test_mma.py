@@ -2,6 +2,7 @@
 inputs.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from qtool.kernels.mma.gemm import NARROW_TILES, TILES, MmaTile, choose
 from qtool.kernels.mma.w4a8 import w4a8_mma_gemm
 from qtool.kernels.mma.w4ax import w4ax_mma_gemm
 from qtool.layouts.compute_aware import COMPUTE_AWARE
+from tests.kernels.conftest import arguments
 
 W4A8 = [("w4a8-qoq-g128", 128), ("w4a8-qoq", None), ("w4a8-lqq", 64), ("w4a8-lqq", 32)]
 W4AX = [
@@ -31,41 +33,13 @@ W4AX = [
 EIGHT_BIT = torch.tensor([1, 0], dtype=torch.uint8)
 
 
-def weight_and_tokens(m: int, n: int = 96, k: int = 256) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(n, k, generator=generator), torch.randn(m, k, generator=generator)
-
-
-def w4a8_arguments(scheme: str, group: int | None) -> tuple[dict[str, Any], Tensor]:
-    """The op's arguments, and the scheme's own float32 product."""
-    weight, x = weight_and_tokens(5)
-    s = schemes.get(scheme, group)
-    params = s.fit(weight)
-    codes = s.quantize(weight, params)
-    qx, sx = s.activation.quantize(x)
-    stored = {
-        name: COMPUTE_AWARE.pack_group(p) if p.dim() == 2 else p for name, p in params.items()
-    }
-    given = {
-        "x": qx,
-        "sx": sx[:, 0].contiguous(),
-        "qweight": COMPUTE_AWARE.pack(codes)["qweight"],
-        "s1": stored["s1"],
-        "s2": stored.get("s2"),
-        "offset": stored.get("offset"),
-        "zero": stored.get("zero"),
-        "token_sum": qx.sum(1, dtype=torch.int32),
-        "bias": None,
-        "scheme": scheme,
-        "group_size": group,
-        "out_dtype": torch.float32,
-    }
-    return given, s.matmul(x, codes, params)
+w4a8_arguments = partial(arguments, n=96, layout=COMPUTE_AWARE)
 
 
 def w4ax_arguments(scheme: str, layout: str, group: int | None) -> tuple[dict[str, Any], Tensor]:
     """The same for packed tokens, the first of two blocks of 8 bits where the scheme has such."""
-    weight, x = weight_and_tokens(5)
+    generator = torch.Generator().manual_seed(2)
+    weight, x = torch.randn(96, 256, generator=generator), torch.randn(5, 256, generator=generator)
     mixed = scheme == "w4ax-fmpq"
     s = schemes.get(scheme, group)
     if mixed:
