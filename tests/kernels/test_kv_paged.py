@@ -18,14 +18,11 @@ from qtool.kernels.attention.kv_plan import MOST_SPLITS, Plan
 from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.kernels.attention.paged_cache import PagedCache, head_bytes
 from qtool.schemes.kv import KV4, KV8
+from tests.kernels.test_kv_attention import random
 
 HEADS, LENGTHS = 2, (130, 1, 64, 0)
 WIDTH = 3  #: pages a sequence
 NAMES = ("kv4", "kv8")
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Filled:

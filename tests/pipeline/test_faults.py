@@ -31,6 +31,7 @@ from qtool.pipeline.streaming.shards import Shards
 from qtool.pipeline.streaming.snapshots import Snapshots
 from qtool.pipeline.summary import summarize
 from tests.conftest import MakeModel, save_model
+from tests.pipeline.test_quantize import files
 
 RECIPE: dict[str, Any] = {
     "scheme": "w4a8-lqq",
@@ -46,10 +47,6 @@ def run(source: Path, out: Path, recipe: dict[str, Any] = RECIPE, **options: Any
     return quantize(
         Checkpoint(source), recipes.parse(recipe, "test"), out, calibration=calibration, **options
     )
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from qtool.runtime.kv_attention import attend
 from qtool.runtime.kv_cache import QuantCache, quantize_kv
 from qtool.runtime.packed_kv import PackedTokens
 from qtool.schemes.kv import KV4
+from tests.runtime.test_kv_cache import ids
 
 NAMES = ("kv4", "kv8")
 
@@ -44,10 +45,6 @@ def make_model(kv: str, **changes: Any) -> Any:
         if name.endswith("k_offset"):
             buffer.copy_(torch.randn_like(buffer))
     return model
-
-
-def ids(count: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, 61, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 def reads_here(stored: PackedTokens, new: torch.Tensor) -> bool:
