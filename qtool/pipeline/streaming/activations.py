@@ -136,7 +136,7 @@ class HostBatch(Batch):
 
 @dataclass
 class DiskBatch(Batch):
-    """Activations in mapped files, one for each tensor; ``path`` is the stem of their names."""
+    """Activations in mapped files, one for each tensor, all made at ``path`` in turn."""
 
     path: Path = Path()
     mapped: dict[str, mmap.mmap] = field(default_factory=dict)
