@@ -389,10 +389,12 @@ def test_its_output_is_as_new_as_that_of_other_formats(native: Native, tmp_path:
         ):
             with pytest.raises(QtoolError, match=said):
                 export(ours, "gguf", out)
-    assert (partial / LOCK).is_file()  # as a killed export leaves it
+    assert (partial / LOCK).is_file()  # as a killed export leaves it, with what it was writing
+    (partial / "README.md.4711.tmp").touch()
     busy.mkdir()  # empty
     found = {path.name for path in export(ours, "gguf", busy).directory.iterdir()}
-    assert FILE in found and LOCK not in found and not partial.exists()
+    new = {path.name for path in export(ours, "gguf", tmp_path / "new").directory.iterdir()}
+    assert found == new and FILE in found and LOCK not in found and not partial.exists()
 
 
 def test_a_flipped_byte_stops_it(native: Native, tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ def write_gguf(
     partial = out.with_name(f"{out.name}.gguf.partial")
     partial.mkdir(parents=True, exist_ok=True)
     with lock(partial / LOCK, partial):
+        for left in partial.iterdir():
+            if left.name != LOCK:
+                left.unlink()  # a killed export left it, and the result would have it
         try:
             with space_for(out / FILE):
                 notes = _write(package, partial / FILE, work, formats, progress)
