@@ -31,6 +31,8 @@ from qtool.io.source import BASE_CARD, CARD
 
 #: the run's own files, inside the directory it works in
 RUN, JOB, LOCK, REFUSED = ".run", "job.json", "lock", "refused"
+#: the hash of a record in the run's own files, by which a damaged one is known
+OWN_HASH = "sha256 of this record"
 #: bytes of OUT's name, so that ``OUT.run.json.4194304.tmp`` beside it has at most 255
 LONGEST_NAME = 255 - len(".run.json.4194304.tmp")
 
@@ -174,17 +176,17 @@ class Output:
         path = self.partial / RUN / JOB
         if path.exists():
             try:
-                before = json.loads(path.read_text())
+                before = _read(path)
             except ValueError:
-                before = None  # it is damaged, but each shard's record names its job
-            for key, value in self.identity.items() if isinstance(before, dict) else ():
+                before = self.identity  # it is damaged, but each shard's record names its job
+            for key, value in self.identity.items():
                 if before.get(key) != value:
                     since = ", or its files were written since" * (key == "source model")
                     raise QtoolError(
                         f"{self.partial} was started with another {key}{since} "
                         f"({difference(before.get(key), value)}); remove it or run as before"
                     )
-        write_json(path, self.identity)
+        _write(path, self.identity)
 
     def name(self, shard: int) -> str:
         """File name of shard ``shard``."""
@@ -196,7 +198,7 @@ class Output:
     def _intact(self, path: Path, record_path: Path) -> dict[str, Any] | None:
         """The record of a file of this job if its bytes match the record; else None."""
         try:
-            record: dict[str, Any] = json.loads(record_path.read_text())
+            record = _read(record_path)
             if record["job"] != job_hash(self.identity):
                 return None
             return record if record["sha256"] == sha256_of(path) else None
@@ -233,7 +235,7 @@ class Output:
             "notes": dict(notes),
             "job": job_hash(self.identity),
         }
-        write_json(self._record_path(shard), self.records[shard])
+        _write(self._record_path(shard), self.records[shard])
 
     def keep(
         self,
@@ -253,7 +255,7 @@ class Output:
         record.unlink(missing_ok=True)
         digest = write(path, specs, tensors, sync=sync)
         content = {"sha256": digest, "job": job_hash(self.identity), "facts": dict(facts)}
-        write_json(record, content, sync=sync)
+        _write(record, content, sync=sync)
 
     def kept(self, name: str) -> tuple[dict[str, Entry], dict[str, Any]] | None:
         """Tensors and facts that :meth:`keep` wrote in this job, if they are intact."""
@@ -338,6 +340,25 @@ class Output:
         with contextlib.suppress(OSError):  # not empty
             for parent in self.made:
                 parent.rmdir()
+
+
+def _write(path: Path, record: Mapping[str, Any], *, sync: bool = True) -> None:
+    """Write ``record`` with a hash of its own."""
+    record = json.loads(json.dumps(record))
+    write_json(path, {**record, OWN_HASH: job_hash(record)}, sync=sync)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The record that :func:`_write` wrote.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged.
+    """
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict) or found.pop(OWN_HASH, None) != job_hash(found):
+        raise ValueError(f"{path}: damaged")
+    return found
 
 
 def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:

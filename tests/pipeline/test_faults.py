@@ -264,6 +264,26 @@ def test_a_damaged_journal(  # type: ignore[no-untyped-def]
     assert files(run(source, tmp_path / "out", resume=True)) == whole
 
 
+@pytest.mark.parametrize(
+    ("record", "old", "new"),
+    [
+        ("job.json", "dual-mma", "dual-mme"),
+        ("shard-00002.json", "q_proj", "p_proj"),
+        ("shard-00002.json", '"bytes"', '"bytds"'),
+        ("shard-00002.json", '"notes"', '"nodes"'),
+    ],
+)
+def test_a_flipped_bit_in_a_journal(  # type: ignore[no-untyped-def]
+    record: str, old: str, new: str, source: Path, whole, partial: Path, tmp_path: Path
+) -> None:
+    """It is JSON still, and would be believed."""
+    path = partial / ".run" / record
+    text = path.read_text()
+    path.write_text(text.replace(old, new, 1))
+    assert path.read_text() != text
+    assert files(run(source, tmp_path / "out", resume=True)) == whole
+
+
 def test_a_damaged_journal_does_not_mix_two_jobs(
     source: Path, partial: Path, tmp_path: Path
 ) -> None:
