@@ -330,8 +330,8 @@ class Output:
         if self.directory.exists():
             self.directory.rmdir()  # it is empty: checked at the start
         self.partial.rename(self.directory)
+        self.close()  # NFS keeps the directory of an open file
         shutil.rmtree(self.directory / RUN)
-        self.close()
 
     def close(self) -> None:
         """Release the directory for another run; directories made above it go if they are empty."""

@@ -371,6 +371,23 @@ def test_a_truncated_shard_is_made_again(make_model: MakeModel, tmp_path: Path) 
     assert files(_calibrated(source, tmp_path / "cut", resume=True)) == whole
 
 
+def test_no_file_of_a_run_is_open_when_its_directory_is_removed(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS renames an open file that is removed, and its directory cannot be removed then."""
+    own, out, removed = output.shutil.rmtree, tmp_path / "out", []
+
+    def rmtree(path: Path) -> None:
+        opened = {os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()}
+        removed.append((path, [name for name in opened if name.startswith(str(path))]))
+        own(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(output.shutil, "rmtree", rmtree)
+        run(make_model(dtype=torch.bfloat16), "w8a8", out)
+    assert removed == [(out / ".run", [])]
+
+
 def test_a_run_killed_when_its_directory_has_its_name(
     make_model: MakeModel, tmp_path: Path, monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
