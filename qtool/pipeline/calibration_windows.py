@@ -244,8 +244,8 @@ class OutputJournal(Journal):
         names = self.output.kept_names(f"{CONTINUED}-")
         for name in names:
             kept = self.output.kept(name)
-            if kept is None or kept[1] != self.facts:
-                break
+            if name != self._next_name() or kept is None or kept[1] != self.facts:
+                break  # the later entries follow one that is missing
             yield {key: read(entry) for key, entry in kept[0].items()}
             self.entries += 1
         for name in names[self.entries :]:
@@ -256,11 +256,13 @@ class OutputJournal(Journal):
 
     def append(self, entry: Mapping[str, Tensor]) -> None:
         began = time.monotonic()
-        name = f"{CONTINUED}-{self.entries:06d}"
-        self.output.keep(name, entry, entry.items(), self.facts, sync=False)
+        self.output.keep(self._next_name(), entry, entry.items(), self.facts, sync=False)
         self.entries += 1
         now = time.monotonic()
         self.next = now + max(1, 4 * (now - began))
+
+    def _next_name(self) -> str:
+        return f"{CONTINUED}-{self.entries:06d}"
 
 
 def _batches(ids: Tensor, facts: Mapping[str, Any]) -> Calibration:
