@@ -331,7 +331,8 @@ class Output:
             self.directory.rmdir()  # it is empty: checked at the start
         self.partial.rename(self.directory)
         self.close()  # NFS keeps the directory of an open file
-        shutil.rmtree(self.directory / RUN)
+        with contextlib.suppress(FileNotFoundError):  # the same run, begun again, removes it too
+            shutil.rmtree(self.directory / RUN)
 
     def close(self) -> None:
         """Release the directory for another run; directories made above it go if they are empty."""

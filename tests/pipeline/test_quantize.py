@@ -388,6 +388,21 @@ def test_no_file_of_a_run_is_open_when_its_directory_is_removed(
     assert removed == [(out / ".run", [])]
 
 
+def test_two_runs_may_remove_the_directory_of_one_that_is_complete(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out, own = make_model(dtype=torch.bfloat16), tmp_path / "out", output.shutil.rmtree
+
+    def second(path: Path) -> None:
+        monkeypatch.setattr(output.shutil, "rmtree", own)
+        run(source, "w8a8", out, resume=True)
+        own(path)
+
+    monkeypatch.setattr(output.shutil, "rmtree", second)
+    run(source, "w8a8", out)
+    assert out.is_dir() and not (out / ".run").exists()
+
+
 def test_a_run_killed_when_its_directory_has_its_name(
     make_model: MakeModel, tmp_path: Path, monkeypatch
 ) -> None:  # type: ignore[no-untyped-def]
