@@ -1244,6 +1244,30 @@ FAULTS = [
             "tests/test_cli.py -k end_at_once",
         ),
         (
+            "qtool/calibration/reference.py",
+            "x.clone() if self.watched or changes",
+            "x.clone() if self.watched",
+            "tests/pipeline/test_reference.py -k overwrite",
+        ),
+        (
+            "qtool/calibration/transforms/learned_rotation.py",
+            "        return matrix\n",
+            "        return self.matrix\n",
+            "tests/calibration/transforms/test_learned_rotation.py -k threads",
+        ),
+        (
+            "qtool/pipeline/rounded_model.py",
+            "torch.cuda.device(device) if device",
+            "nullcontext() if device",
+            "tests/pipeline/test_rounded_model.py",
+        ),
+        (
+            "qtool/pipeline/calibration_windows.py",
+            "name != self._next_name() or kept is None",
+            "kept is None",
+            "tests/pipeline/test_calibration_windows.py -k drawn_on",
+        ),
+        (
             "qtool/distributed/watch.py",
             'os.environ.get("WORLD_SIZE", "1") == "1" or ',
             "",
@@ -1255,6 +1279,30 @@ FAULTS = [
             "elif digest != expected:",
             "elif not digest:",
             "tests/io/test_integrity.py",
+        ),
+        (
+            "qtool/io/read_ahead.py",
+            "moved[2].wait()",
+            "pass",
+            "tests/io/test_read_ahead.py",
+        ),
+        (
+            "qtool/io/output.py",
+            "found.pop(OWN_HASH, None) != job_hash(found)",
+            "not found.pop(OWN_HASH, None)",
+            "tests/pipeline/test_faults.py -k flipped_bit",
+        ),
+        (
+            "qtool/io/output.py",
+            "contextlib.suppress(FileNotFoundError):  # the same run",
+            "contextlib.nullcontext():  # the same run",
+            "tests/pipeline/test_quantize.py -k may_remove",
+        ),
+        (
+            "qtool/exchange/gguf/write.py",
+            "if left.name != LOCK:",
+            "if left.name == FILE:",
+            "tests/exchange/test_gguf.py -k as_new",
         ),
         (
             "qtool/io/output.py",
