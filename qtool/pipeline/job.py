@@ -179,12 +179,8 @@ class Job(Architecture):
 
     @property
     def weighs_outputs(self) -> bool:
-        """Whether rounding weighs the outputs of linears by how the logits depend on them.
-
-        Models with routed experts, in which most weights are, do without: the experts see too few
-        tokens, and two more passes would read them all.
-        """
-        return self.rounding.weighs_outputs and self.needs_data and self.family.experts is None
+        """Whether rounding weighs the outputs of linears by how the logits depend on them."""
+        return self.rounding.weighs_outputs and self.needs_data
 
     @property
     def methods(self) -> list[Method]:

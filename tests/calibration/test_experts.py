@@ -215,6 +215,28 @@ def test_with_added_tokens_no_expert_is_rounded_by_its_weights(starved, blocks):
     assert block.notes["gptq"]["block_sparse_moe.experts.2.w2"]["tokens"] == 32
 
 
+@pytest.mark.parametrize("variant", ["mixtral", "llama4_text"])
+def test_gradients_are_those_of_transformers(variant, monkeypatch):
+    """One expert after another, as on a CPU, and all at once, as on a GPU."""
+    model = auto_class(config := tiny_config(variant)).from_config(config).eval()
+    x = torch.randn(1, 7, config.hidden_size)
+
+    def gradient():
+        own = x.clone().requires_grad_()
+        block = model.get_submodule(family_of(config).blocks)[0]
+        moe = next(m for m in block.modules() if hasattr(m, "experts"))
+        found = moe(own)
+        found = found[0] if isinstance(found, tuple) else found
+        return torch.autograd.grad(found.square().sum(), own)[0]
+
+    expected = gradient()
+    separate_experts(model)
+    torch.testing.assert_close(gradient(), expected, rtol=1e-4, atol=1e-5)
+    whole = lambda self, hidden, counts: iter([(slice(0, sum(counts)), list(counts), 0)])  # noqa: E731
+    monkeypatch.setattr(SeparateExperts, "turns", whole)
+    torch.testing.assert_close(gradient(), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_experts_that_are_told_no_routing_observe_what_goes_to_them():
     """Llama 4 gives each expert all tokens, and 0 for one that does not go to it."""
     model = auto_class(config := tiny_config("llama4_text")).from_config(config).eval()

@@ -244,7 +244,7 @@ def test_the_inputs_of_all_experts_cost_one_forward(
     """Of the quantized path alone. It ends where they are reached, though 2 and 3 get no token."""
     source = make_model("qwen2_moe")
     model = AutoModelForCausalLM.from_pretrained(source)
-    job = Job.of(Checkpoint(source).config, GPTQ)
+    job = Job.of(Checkpoint(source).config, ALIKE)
     separate_experts(model)
     family, shape = job.block_family(0), block_shape(job, 0, 4, 24)
     batches = first_inputs(model, family, list(torch.arange(96).view(4, 24).split(2)))
@@ -269,6 +269,19 @@ def test_the_inputs_of_all_experts_cost_one_forward(
     beside = Gptq().work(shape).forward_flops - 7 * shape.attention_flops()
     alone = [n for n, names in zip(runs, firsts, strict=True) if len(names) == 1]
     assert beside - plain == sum(alone[:-1])  # the last goes on to the block's output
+
+
+def test_experts_share_the_output_side_of_the_hessian(make_model: MakeModel) -> None:
+    """One G for the sum of their outputs, beside those of the dense linears."""
+    job = Job.of(Checkpoint(make_model("qwen2_moe")).config, GPTQ)
+    shape = block_shape(job, 0, 4, 24)
+    dense = [group.linears for group in shape.family.groups if not group.routed]
+    rows = [128, *(sum(shape.linears[name][0] for name in linears) for linears in dense)]
+    beside = Gptq().work(shape).hessian_flops - Gptq(output_hessian=False).work(shape).hessian_flops
+    whole = 2 * 96 * sum(n**2 for n in rows)
+    assert whole / 2 < beside <= whole  # the upper triangles, by panels
+    held = Gptq().held_bytes(shape) - Gptq(output_hessian=False).held_bytes(shape)
+    assert held == 4 * sum(n**2 for n in rows)
 
 
 def test_rules_that_name_blocks() -> None:

@@ -13,7 +13,6 @@ from qtool import recipes
 from qtool.calibration.batch import Batch, BlockArguments
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.work import work_of
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.pipeline.streaming import shards, stream_gradients
 from tests.conftest import MakeModel
@@ -53,7 +52,7 @@ def factors(
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma2", "mixtral", "qwen2_moe"])
 def test_they_are_those_of_the_whole_model(
     family: str, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,11 +109,8 @@ def test_a_direction_along_the_token_does_not_reach_it(make_model: MakeModel) ->
         assert not layer_norm or found.mean(-1).abs().max() < 1e-5
 
 
-def test_a_linear_that_no_gradient_reaches_is_rounded_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_linear_that_no_gradient_reaches_is_rounded_by_itself(tmp_path: Path) -> None:
     """GLM's indexer runs without gradients: it only chooses tokens."""
-    monkeypatch.setattr(Job, "weighs_outputs", True)  # otherwise false for its experts
     source = save_tiny("glm_moe_dsa", tmp_path / "source")
     out = run(source, tmp_path / "out")
     assert "model.layers.0.self_attn.indexer.wk.qweight" in Checkpoint(out).entries
@@ -138,20 +134,6 @@ def test_blocks_without_a_backward_pass_are_rounded_without_it(
     name = "model.layers.0.mlp.down_proj.qweight"
     stored, without, beside = (Checkpoint(path).read(name) for path in (out, expected, whole))
     assert torch.equal(stored, without) and not torch.equal(stored, beside)
-
-
-def test_mixtures_are_rounded_without_it(
-    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No pass over their experts finds gradients, and none is planned."""
-    source = make_model("mixtral")
-    options = RECIPE["rounding"]["gptq"]
-    plain = RECIPE | {"rounding": {"gptq": options | {"output_hessian": False}}}
-    config = Checkpoint(source).config
-    works = [work_of(Job.of(config, recipes.parse(r, "test")), 3, 20) for r in (RECIPE, plain)]
-    assert works[0] == works[1]
-    monkeypatch.setattr(shards, "stream_gradients", None)
-    run(source, tmp_path / "out")
 
 
 def test_a_resumed_run_has_them_for_the_blocks_that_are_left(

@@ -96,21 +96,30 @@ def _outputs(options: GptqOptions, block: BlockShape) -> Work:
     """
     share = sequences_of(block.samples, block.seqlen) / block.samples
     found = Work(forward_flops=GRADIENTS * share * block.forward_flops())
-    for n, k in _sharing(block):
+    for n, k, problems in _sharing(block):
         summed = sum(r.stop * (c.stop - c.start) for r, c in panels(n))
         panels_more = (CHUNKS - 1) * -(-k // PANEL) * (1 + 3 * options.rounds)
+        turns = -(-problems // problems_at_once(n, k))
         found += Work(
             hessian_flops=2 * share * block.tokens * summed,
             # half of a product of all rows with all others, less what is inside a chunk
-            rounding_flops=n**3 / 3 + (1 - 1 / CHUNKS) * n * n * k,
-            rounding_panels=panels_more / CHUNK_PANELS,
+            rounding_flops=n**3 / 3 + problems * (1 - 1 / CHUNKS) * n * n * k,
+            rounding_panels=turns * panels_more / CHUNK_PANELS,
         )
     return found
 
 
-def _sharing(block: BlockShape) -> list[tuple[int, int]]:
-    """The problems ``[N, K]`` whose rows make up for each other's errors."""
-    return [(n, k) for n, k in block.stacked(block.family.groups) if n <= MOST_ROWS]
+def _sharing(block: BlockShape) -> list[tuple[int, int, int]]:
+    """N, K and the number of the problems of each G.
+
+    All experts have one G for their last linears, and none for the others.
+    """
+    found = []
+    for groups in by_role(block.family.groups):
+        weighed = not groups[0].routed or groups[0].writes_residual
+        if weighed and (problems := block.stacked(groups)) and problems[0][0] <= MOST_ROWS:
+            found.append((*problems[0], len(problems)))
+    return found
 
 
 def held_bytes(options: GptqOptions, block: BlockShape) -> int:
@@ -137,7 +146,7 @@ def held_bytes(options: GptqOptions, block: BlockShape) -> int:
     if (
         options.output_hessian and block.differentiated
     ):  # every G; its factors are smaller than what is swept
-        worst += sum(4 * n**2 for n, _ in _sharing(block))
+        worst += sum(4 * n**2 for n, _, _ in _sharing(block))
     return worst + (block.itemsize * total + floats if options.residual else 0)
 
 

@@ -86,9 +86,9 @@ class GptqOptions:
             many times the median of its batch counts as the median
             (:mod:`qtool.calibration.outliers`); 0: all as they are.
         output_hessian: let the rows of a weight make up for each other's errors, by how the model's
-            logits depend on the linear's outputs (:mod:`.output_hessian`, :mod:`.rows`). Models
-            with routed experts, and linears of one input that have more than 8192 rows together,
-            are rounded without it.
+            logits depend on the linear's outputs (:mod:`.output_hessian`, :mod:`.rows`). Linears of
+            one input that have more than 8192 rows together, and gate and up of routed experts, are
+            rounded without it.
     """
 
     damping: float = 0.1
@@ -216,36 +216,55 @@ def _require_shapes(weight: Tensor, inputs: Tensor | None, hessian: Tensor | Non
         )
 
 
-def solve(problems: Sequence[Problem], options: GptqOptions) -> list[Solution]:
-    """Solve problems of one scheme and shape, each as if it were alone."""
-    if problems[0].outputs is not None:
-        return [solve_rows(problem, options) for problem in problems]
+def solve(
+    problems: Sequence[Problem], options: GptqOptions, *, shared: bool = False
+) -> list[Solution]:
+    """Solve problems of one scheme, shape and G, each as if it were alone.
+
+    If they are ``shared``, all ranks have them, and share the rows that make up for each other's
+    errors.
+    """
     states = prepared(problems, options)
-    round_columns(problems, states, options)
+    if problems[0].outputs is None:
+        round_columns(problems, states, options)
+    else:
+        round_rows(problems, states, options, shared=shared)
     return [s.solution(problem) for s, problem in zip(states, problems, strict=True)]
 
 
-def solve_rows(problem: Problem, options: GptqOptions) -> Solution:
-    """Solve a problem whose rows make up for each other's errors, a chunk of rows at a time.
+def round_rows(
+    problems: Sequence[Problem], states: Sequence["State"], options: GptqOptions, *, shared: bool
+) -> None:
+    """:func:`round_columns` of rows that make up for each other's errors, chunk by chunk.
 
-    Ranks share the rows of a chunk.
+    If ranks share the problems, each rounds a part of a chunk's rows.
     """
-    assert problem.outputs is not None
-    scheme, (s,) = problem.scheme, prepared([problem], options)
-    codes, error = torch.zeros_like(s.target, dtype=scheme.code_dtype), torch.zeros_like(s.target)
-    for chunk, target in row_chunks(s.target, error, problem.outputs):
-        own = ranks.local_rows(len(chunk), ROWS)
-        rows, keep = chunk[own], None if s.keep is None else s.keep[chunk[own]]
-        part = replace(s, target=target[own], keep=keep, params=scheme.rows_of(s.params, rows))
-        round_columns([problem], [part], options)
-        found = ranks.all_gather((part.codes, part.params))
-        params = scheme.stacked_params([params for _, params in found])
-        codes[chunk] = torch.cat([own_codes for own_codes, _ in found])
-        for name in params.keys() - scheme.shared_params:
-            s.params[name][chunk] = params[name]
-        error[chunk] = s.target[chunk] - scheme.dequantize(codes[chunk], params)
-    s.codes = codes
-    return s.solution(problem)
+    scheme, g = problems[0].scheme, problems[0].outputs
+    assert g is not None
+    errors = [torch.zeros_like(s.target) for s in states]
+    for s in states:
+        s.codes = torch.zeros_like(s.target, dtype=scheme.code_dtype)
+    for chunk, targets in row_chunks([s.target for s in states], errors, g):
+        own = ranks.local_rows(len(chunk), ROWS) if shared else slice(None)
+        rows = chunk[own]
+        parts = [
+            replace(
+                s,
+                target=target[own],
+                keep=None if s.keep is None else s.keep[rows],
+                params=scheme.rows_of(s.params, rows),
+            )
+            for s, target in zip(states, targets, strict=True)
+        ]
+        round_columns(problems, parts, options)
+        for s, part, error in zip(states, parts, errors, strict=True):
+            mine = part.codes, part.params
+            found = ranks.all_gather(mine) if shared else [mine]
+            params = scheme.stacked_params([params for _, params in found])
+            s.codes[chunk] = torch.cat([codes for codes, _ in found])
+            for name in params.keys() - scheme.shared_params:
+                s.params[name][chunk] = params[name]
+            error[chunk] = s.target[chunk] - scheme.dequantize(s.codes[chunk], params)
 
 
 def round_columns(

@@ -8,6 +8,10 @@ To second order, a small error E of a weight ``W [N, K]`` makes the model diverg
 ``g_t`` the gradient of a random direction of the logits with respect to its output. GPTQ alone
 takes the identity for G: all outputs count alike, and each by itself.
 
+The outputs of an expert's last linear are weighted and added to those of other experts. An expert
+sees too few tokens for a G of its own, so all experts have that of the sum; their other linears
+have none.
+
 For each token a gradient at the block's output is drawn from the second moments that
 :mod:`qtool.pipeline.streaming.stream_gradients` finds for the residual stream. A backward pass of
 the block, after all transforms, takes it to the outputs of the linears. Every ``g_t`` is scaled to
@@ -16,7 +20,7 @@ length 1, because the gradient of a massive activation may be 10^8 times as long
 Legend: N output channels, K input channels, H hidden size, T tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,19 +44,16 @@ def sequences_of(samples: int, seqlen: int) -> int:
 
 
 def output_hessians(
-    block: Block, batches: Sequence[Batch], stacks: Sequence[Sequence[str]]
-) -> dict[str, Tensor]:
-    """G ``[N, N]`` of each of ``stacks``, by its first linear.
+    block: Block, batches: Sequence[Batch], stacks: Mapping[tuple[str, ...], int]
+) -> dict[tuple[str, ...], Tensor]:
+    """G ``[N, N]`` of each of ``stacks``.
 
     Args:
         block: before any of its linears is rounded; it has a :attr:`~.Block.sensitivity`.
         batches: this rank's inputs of the float block.
-        stacks: names of linears that share an input; their rows are stacked.
+        stacks: names of modules whose outputs are joined, and the number N of their channels.
     """
-    sums = {
-        names[0]: Hessian(sum(len(block.weight(name)) for name in names), block.device)
-        for names in stacks
-    }
+    sums = {names: Hessian(n, block.device) for names, n in stacks.items()}
     sizes, lengths = zip(*batch_shapes(batches), strict=True)
     counted = sequences_of(sum(sizes), max(lengths))
     for turn, own in enumerate(ranks.lockstep(own_subset(batches, counted))):
@@ -61,18 +62,18 @@ def output_hessians(
             random = torch.Generator(block.device).manual_seed(number << 16 | block.index)
             count = min(sizes[number], counted - sum(sizes[:number]))
             sequences = [own.part(slice(i, i + 1)) for i in range(count)]
-            found = [_gradients(block, sequence, random, stacks) for sequence in sequences]
-            for name, total in sums.items():  # added at once, as on any number of ranks
-                if gradients := [one[name] for one in found if name in one]:
+            found = [_gradients(block, sequence, random, [*stacks]) for sequence in sequences]
+            for names, total in sums.items():  # added at once, as on any number of ranks
+                if gradients := [one[names] for one in found if names in one]:
                     total.add(torch.cat(gradients))
         for total in sums.values():
             total.step()
-    return {name: total.complete().h for name, total in sums.items()}
+    return {names: total.complete().h for names, total in sums.items()}
 
 
 def _gradients(
-    block: Block, sequence: Batch, random: torch.Generator, stacks: Sequence[Sequence[str]]
-) -> dict[str, Tensor]:
+    block: Block, sequence: Batch, random: torch.Generator, stacks: Sequence[tuple[str, ...]]
+) -> dict[tuple[str, ...], Tensor]:
     """``g_t [T, N]`` of length 1 at the outputs of each stack.
 
     A stack that the block does not run, or on which its output does not depend, is left out.
@@ -91,5 +92,5 @@ def _gradients(
         if all(name in by_name for name in stack):
             joined = torch.cat([by_name[name] for name in stack], 1).float()
             unit = normalize(joined, eps=1e-30).nan_to_num(0.0)  # a gradient beyond float16
-            gradients[stack[0]] = unit.to(leaving.dtype)
+            gradients[stack] = unit.to(leaving.dtype)
     return gradients

@@ -43,6 +43,7 @@ from qtool.calibration.stacking import clips_of, in_turn
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
+from qtool.models.experts import expert_place
 from qtool.models.grouped import segments
 from qtool.models.parts import LinearGroup
 from qtool.schemes import Scheme
@@ -126,8 +127,8 @@ class Gptq(GptqOptions, Rounding):
 
     def outputs(
         self, block: Block, reference: Reference | None, batches: Sequence[Batch]
-    ) -> dict[str, Tensor]:
-        """G of stacks of dense linears, by the first of each, if the rounding weighs outputs.
+    ) -> dict[tuple[str, ...], Tensor]:
+        """G by the modules of :func:`output_modules`, if the rounding weighs outputs.
 
         Stacks of more than :data:`.rows.MOST_ROWS` rows are left out.
         """
@@ -135,13 +136,13 @@ class Gptq(GptqOptions, Rounding):
             return {}
         floats = reference.batches if reference else {}
         inputs = [floats.get(id(batch), batch) for batch in batches]
-        dense = [group.linears for group in block.family.groups if not group.routed]
-        stacks = [
-            names
-            for linears in dense
-            for names in by_format(block, linears)
-            if sum(len(block.weight(name)) for name in names) <= MOST_ROWS
-        ]
+        stacks = {
+            modules: rows
+            for group in block.family.groups
+            for names in by_format(block, group.linears)
+            if (modules := output_modules(block, names))
+            and (rows := sum(len(block.weight(name)) for name in names)) <= MOST_ROWS
+        }
         return output_hessians(block, inputs, stacks) if stacks else {}
 
     def round_groups(
@@ -151,13 +152,13 @@ class Gptq(GptqOptions, Rounding):
         turns: Sequence[Batch | None],
         groups: Sequence[LinearGroup],
         tokens: int,
-        outputs: dict[str, Tensor],
+        outputs: Mapping[tuple[str, ...], Tensor],
     ) -> dict[str, Rounded]:
         """Round the linears of ``groups``; their Hessians are freed at the end.
 
         Args:
             tokens: the number of tokens in all batches.
-            outputs: G of each stack by its first linear; those of ``groups`` are taken out.
+            outputs: G by :func:`output_modules`.
         """
         found: dict[str, Rounded] = {}
         stacks: list[Stack] = []
@@ -166,7 +167,7 @@ class Gptq(GptqOptions, Rounding):
         for names in inputs:
             hessian = experts.pop(names[0], None) or self.moments(block, reference, turns, names[0])
             if saw_enough(block, names, hessian.tokens, tokens):
-                stacks.append(Stack(names, hessian, outputs.pop(names[0], None)))
+                stacks.append(Stack(names, hessian, outputs.get(output_modules(block, names))))
             else:
                 own = replace(block, schemes={n: block.schemes[n] for n in names})
                 found |= RoundToNearest().round(own, [])
@@ -239,7 +240,7 @@ class Gptq(GptqOptions, Rounding):
         def work(stack: Stack) -> float:
             return sum(block.weight(name).numel() for name in stack.names)
 
-        if len(stacks) >= ranks.size() and all(s.outputs is None for s in stacks):
+        if len(stacks) >= ranks.size():
             solutions = ranks.map_groups(lambda own: self.solve_whole(block, own), stacks, work)
         else:
             solutions = [self.solve_shared(block, stack) for stack in stacks]
@@ -267,7 +268,7 @@ class Gptq(GptqOptions, Rounding):
     def solve_shared(self, block: Block, stack: Stack) -> Solution:
         """The solution of one problem, of which each rank solves its share of the rows."""
         if stack.outputs is not None:  # the rows depend on each other
-            (whole,) = solve([stack.problem(block)], self)
+            (whole,) = solve([stack.problem(block)], self, shared=True)
             return whole
         part = ranks.local_rows(sum(len(block.weight(name)) for name in stack.names), ROWS)
         (own,) = solve([stack.problem(block, part)], self)
@@ -313,6 +314,19 @@ def moments_adder(
     return add
 
 
+def output_modules(block: Block, names: Sequence[str]) -> tuple[str, ...]:
+    """The modules whose outputs' gradients say how much those of the linears ``names`` count.
+
+    They are the linears themselves; for the last linear of an expert the module that adds up all
+    experts, and none for an expert's other linears.
+    """
+    group = block.family.group_of(names[0])
+    if not group.routed:
+        return tuple(names)
+    place = expert_place(block.module, names[0]) if group.writes_residual else None
+    return (place[0].partition(".*.")[0],) if place else ()
+
+
 def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
     """The quantized linears of ``names``, in lists of one scheme and one form of the input."""
     together: dict[object, list[str]] = {}
@@ -326,12 +340,13 @@ def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
 
 
 def problems_in_turn(block: Block, stacks: Sequence[Stack]) -> Iterator[Sequence[int]]:
-    """The numbers of ``stacks``, in lists of one shape and scheme that memory holds at once."""
+    """The numbers of ``stacks``, in lists of one shape, scheme and G that memory holds at once."""
     kinds: dict[object, list[int]] = {}
     for i, stack in enumerate(stacks):
         shapes = tuple(block.weight(name).shape for name in stack.names)
         drift = stack.hessian.d is not None
-        kinds.setdefault((block.schemes[stack.names[0]].kind, drift, shapes), []).append(i)
+        key = block.schemes[stack.names[0]].kind, drift, shapes, id(stack.outputs)
+        kinds.setdefault(key, []).append(i)
     for numbers in kinds.values():
         first = stacks[numbers[0]]
         rows = sum(len(block.weight(name)) for name in first.names)

@@ -11,7 +11,7 @@ columns. Rows of one chunk do not see each other, so that a GPU rounds many at o
 Legend: N rows, K columns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -27,26 +27,29 @@ CHUNKS = 4
 DAMPING = 0.3
 
 
-def row_chunks(target: Tensor, error: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of each chunk, and their moved target ``[rows, K]``.
+def row_chunks(
+    targets: Sequence[Tensor], errors: Sequence[Tensor], g: Tensor
+) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """The rows of each chunk, and the moved targets ``[rows, K]`` of several weights.
 
     Args:
-        target: T ``[N, K]``.
-        error: E ``[N, K]``, into which the caller writes each chunk's before it takes the next.
-        g: G ``[N, N]``; a row on which nothing depends is rounded by itself.
+        targets: T ``[N, K]`` of each weight.
+        errors: E ``[N, K]``, into which the caller writes each chunk's before it takes the next.
+        g: G ``[N, N]`` of all; a row on which nothing depends is rounded by itself.
     """
-    every = torch.arange(len(target), device=target.device)
+    every = torch.arange(len(g), device=g.device)
     chunks = [every[chunk::CHUNKS] for chunk in range(CHUNKS)]
     order = torch.cat(chunks)
     r = upper_factor(g, order)
     for start, stop in pairwise(accumulate(map(len, chunks), initial=0)):
         own = slice(start, stop)
-        moved = target[order[own]]
+        moved = [target[order[own]] for target in targets]
         if start:
             feedback = torch.linalg.solve_triangular(
                 r[own, own], r[:start, own], upper=True, left=False
-            )
-            moved += product(feedback.T.contiguous(), error[order[:start]])
+            ).T.contiguous()
+            for target, error in zip(moved, errors, strict=True):
+                target += product(feedback, error[order[:start]])
         yield order[own], moved
 
 
