@@ -1,7 +1,8 @@
 """``verify`` sees what each of its checks is for."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from qtool.format import LinearFormat
 from qtool.io.integrity import INDEX
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
-from qtool.pipeline.verify import verify
+from qtool.pipeline.verify import Verified, verify
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
@@ -53,6 +54,29 @@ def test_other_bytes_for_the_same_codes(
 
     monkeypatch.setattr(LinearFormat, "pack", wrong)
     assert problems() == {"packing the unpacked s2 does not give the stored bytes"}
+
+
+def test_linears_are_checked_on_the_device_that_is_current(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton launches on that, whatever GPU the tensors are on; a caller's own stays as it was."""
+    native = quantize(Checkpoint(make_model()), recipes.load("w4a8-lqq"), tmp_path / "native")
+    current: list[torch.device] = []
+
+    @contextmanager
+    def device(given: torch.device) -> Iterator[None]:
+        current.append(given)
+        yield
+        current.remove(given)
+
+    def packed(*given: object) -> Verified:
+        return Verified(f"{given[-1]} beside {current}")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr("qtool.pipeline.verify._packed", packed)
+    for row in verify(native, device="cuda:1"):
+        assert row.name == f"cuda:1 beside {[torch.device('cuda:1')]}" and not current
 
 
 def test_progress_counts_linears_alone(make_model: MakeModel, tmp_path: Path) -> None:
