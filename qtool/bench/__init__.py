@@ -17,6 +17,7 @@ def bench_quantize(
     *,
     recipe: str | None = None,
     layers: int | None = None,
+    device: str = "cpu",
     device_memory: float | None = None,
     work: Path,
     keep: bool = False,
@@ -26,6 +27,7 @@ def bench_quantize(
 
     Args:
         layers: number of blocks of a random checkpoint; by default the shape's own.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
         device_memory: GB of the GPU's memory that the run may use; by default all.
         work: directory for files.
         keep: keep the result; a random checkpoint is always kept.
@@ -35,6 +37,7 @@ def bench_quantize(
         QtoolError: ``model`` is neither a model nor a shape, or ``device_memory`` is no memory.
     """
     from qtool.bench import quantize, random_checkpoint
+    from qtool.distributed import ranks
     from qtool.io.model_directory import resolve
     from qtool.io.run_record import record_path
     from qtool.pipeline.options import RecipeOverrides
@@ -55,7 +58,10 @@ def bench_quantize(
     chosen = RecipeOverrides().recipe(scheme, recipe)
     out = work / f"{source.name}-{scheme or Path(chosen.scheme).name}"
     work.mkdir(parents=True, exist_ok=True)
-    measured = quantize.run(source, chosen, out, device_memory=device_memory, **options)
+    with ranks.process_group(device) as own:
+        measured = quantize.run(
+            source, chosen, out, device=own, device_memory=device_memory, **options
+        )
     if not keep:
         shutil.rmtree(out)
         record_path(out).unlink()

@@ -3,7 +3,8 @@ models too.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -555,6 +556,27 @@ def test_memory_of_a_gpu_is_not_that_of_a_cpu(tmp_path: Path) -> None:
     with pytest.raises(QtoolError, match="--device-memory 8: --device cuda is expected"):
         bench_quantize("llama-tiny", "w8a8", layers=1, device_memory=8, work=tmp_path, samples=1,
                        seqlen=16, device="cpu")  # fmt: skip
+
+
+def test_the_gpu_of_a_measured_run_is_the_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton launches on that, whatever GPU the tensors are on."""
+    current = []
+
+    @contextmanager
+    def device(name: str) -> Iterator[None]:
+        current.append(name)
+        yield
+        current.pop()
+
+    def run(*_: Any, device: str, **options: Any) -> None:
+        raise QtoolError(f"run on {device} beside {current}")
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr("qtool.bench.quantize.run", run)
+    with pytest.raises(QtoolError, match=r"run on cuda:1 beside \['cuda:1'\]"):
+        bench_quantize("llama-tiny", "w8a8", layers=1, device="cuda:1", work=tmp_path)
 
 
 def test_the_shapes_of_random_checkpoints_are_named(tmp_path: Path) -> None:
