@@ -33,15 +33,17 @@ def require_tensors(op: str, device: torch.device, expected: Mapping[str, Expect
             )
         if not tensor.is_contiguous():
             raise QtoolError(f"{op}: {name} has strides {tensor.stride()}; it must be contiguous")
-        if (
-            device.type == "cuda"
-            and tensor.dim() > 1
-            and tensor.storage_offset() * tensor.element_size() % 16
-        ):
-            raise QtoolError(
-                f"{op}: {name} starts at storage offset {tensor.storage_offset()}; "
-                "it must be 16-byte aligned"
-            )
+        if tensor.dim() > 1:
+            require_aligned(op, name, tensor)
+
+
+def require_aligned(op: str, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor on a GPU of which a kernel could not read 16 bytes at once."""
+    offset = tensor.storage_offset()
+    if tensor.device.type == "cuda" and offset * tensor.element_size() % 16:
+        raise QtoolError(
+            f"{op}: {name} starts at storage offset {offset}; it must be 16-byte aligned"
+        )
 
 
 def require_out_dtype(op: str, dtype: torch.dtype) -> None:

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import silu
 
 from qtool.errors import QtoolError
-from qtool.kernels.activation.quantize_activation import quantize_activation
+from qtool.kernels.activation.quantize_activation import QuantizeActivation, quantize_activation
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 from qtool.schemes.arithmetic.online_hadamard import rotate
 
@@ -81,3 +83,18 @@ def test_refuses_in_one_sentence() -> None:
         quantize_activation(torch.randn(2, 96), None, None, "none", 0.0, True)
     with pytest.raises(QtoolError, match="norm is missing"):
         quantize_activation(torch.randn(2, 64), None, None, "rms-norm", 0.0)
+
+
+def test_refuses_a_norm_of_which_16_bytes_cannot_be_read() -> None:
+    """Unless an order gathers its weights one by one."""
+    fake = FakeTensorMode()
+
+    def there(x: Tensor) -> Tensor:
+        return FakeTensor(fake, x.to("meta"), torch.device("cuda:0"))
+
+    x, order = there(torch.ones(2, 64).half()), there(torch.arange(64).int())
+    weights = torch.ones(72, dtype=torch.half, device="meta")
+    QuantizeActivation(x, None, there(weights[8:]), "rms-norm", 0.0).require()
+    QuantizeActivation(x, order, there(weights[1:65]), "rms-norm", 0.0).require()
+    with pytest.raises(QtoolError, match="norm starts at storage offset 1; it must be 16-byte"):
+        QuantizeActivation(x, None, there(weights[1:65]), "rms-norm", 0.0).require()

@@ -23,7 +23,7 @@ from torch.nn.functional import silu
 from qtool.errors import QtoolError, suggest
 from qtool.kernels.allocate import new_empty
 from qtool.kernels.build import ARCHS, Build, Source, cubin
-from qtool.kernels.checks import Expected, require_tensors
+from qtool.kernels.checks import Expected, require_aligned, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.launch import compute_capability, launch, load, pointers, require_ampere
 from qtool.kernels.op import Launch, operator
@@ -132,6 +132,8 @@ def require_inputs(
         "norm": (norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
     }
     require_tensors(op, x.device, expected)
+    if norm is not None and order is None:  # eight weights are read at once
+        require_aligned(op, "norm", norm)
 
 
 def fused(
