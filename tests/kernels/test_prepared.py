@@ -22,7 +22,9 @@ from qtool.kernels import launch as launching
 from qtool.kernels.activation.quantize_activation import PARAMETERS as ROW
 from qtool.kernels.activation.quantize_activation import quantize_activation
 from qtool.kernels.activation.quantize_residual_norm import quantize_residual_norm
+from qtool.kernels.attention import kv_attention
 from qtool.kernels.attention.kv_append_paged import kv_append_paged
+from qtool.kernels.attention.kv_attention_paged import kv_attention_paged
 from qtool.kernels.attention.paged_cache import head_bytes
 from qtool.kernels.experts.w4a16 import w4a16_experts_gemm
 from qtool.kernels.hopper.gemm import PARAMETERS as GEMM
@@ -55,7 +57,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     """Every launch, on a Hopper GPU that is not there."""
     noted: list[Launch] = []
 
-    def note(*launch: Any, overlap: bool) -> None:
+    def note(*launch: Any, device: Any = None, overlap: bool) -> None:
         noted.append(launch[:5])
 
     def handle(code: str, entry: str, *_: Any) -> int:
@@ -157,6 +159,20 @@ def test_buffers_are_kept_by_the_inputs_shape(launches: list[Launch]) -> None:
     assert out.shape == (2, 2, 192) and out.is_contiguous()
     assert set(prepared.buffers) == {(0, 256), (1, 256), (4, 256), (2, 2, 256)}
     assert len(launches) == 10
+
+
+def test_a_misaligned_input_is_copied(launches: list[Launch]) -> None:
+    """One row of a slice is contiguous wherever it begins."""
+    call = case(*FORMATS[0], 1)
+    prepared = KERNELS[FORMATS[0]][0].prepare
+    assert prepared is not None
+    row = torch.randn(1, 300).bfloat16()
+    linear = prepared(call)
+    for first in (0, 8, 9):
+        x = row[:, first : first + 256]
+        assert x.is_contiguous() and linear(x).shape == (1, 192)
+        address = ROW.unpack(launches[-2][4])[0]
+        assert address % 16 == 0 and (address == x.data_ptr()) == (first < 9)
 
 
 def test_few_wide_rows_are_shared_by_the_blocks_of_a_cluster(
@@ -372,3 +388,20 @@ def test_mma_gemms_are_launched_with_their_tensors(
 
 def addresses(*tensors: Tensor | None) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def test_a_misaligned_query_is_copied(launches: list[Launch]) -> None:
+    """Its strides are all that is checked."""
+    kv_attention._kernels.cache_clear()
+    wide, lengths = torch.randn(2, 1024).bfloat16(), torch.ones(2, dtype=torch.int32)
+    table, pages = torch.zeros(2, 1, dtype=torch.int32), torch.zeros(2, 4, head_bytes(4, 64))
+    for first in (0, 8, 1):
+        query = wide[:, first : first + 512].unflatten(1, (8, 64))
+        given = (query, pages.byte(), table, lengths, None, None, None, torch.zeros_like(query))
+        launched(kv_attention_paged, *given, 64, 1.0, 0.0, 0)
+        parameters = kv_attention.PARAMETERS.unpack(launches[0][4])
+        address, stride = parameters[0], parameters[13]
+        assert address % 16 == 0 and (address == query.data_ptr()) == (first != 1)
+        assert stride == (512 if first == 1 else 1024)
+        launches.clear()
+    kv_attention._kernels.cache_clear()

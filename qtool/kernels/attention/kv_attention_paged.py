@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
+from qtool.kernels.attention.kv_append import aligned
 from qtool.kernels.attention.kv_attention import KvAttention, Launch, require_scores
 from qtool.kernels.attention.kv_plan import Plan
 from qtool.kernels.attention.packed_cache import TOKENS, require_lengths
@@ -96,7 +97,7 @@ class KvAttentionPaged(NamedTuple):
         self.out.copy_(dense.attended(self.k_offset)[:, :, 0])
 
     def launch(self, out: None) -> None:
-        query, pages = self.query, self.pages
+        query, pages = aligned(self.query), self.pages
         (batch, heads, dim), device = query.shape, query.device
         if self.out.numel() == 0:
             return

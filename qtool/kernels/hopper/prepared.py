@@ -87,6 +87,9 @@ class PreparedLinear:
         if x.is_cuda and torch._C._cuda_getDevice() != self.index:
             with torch.cuda.device(self.device):
                 return self(x)
+        tokens = x.data_ptr()
+        if tokens % 16:  # as many bytes are read at once; one row of a slice may begin anywhere
+            return self(x.clone())
         own = self.buffers.get(x.shape) or self._buffers(x)
         out = self.empty(own.shape, own.stride, self.out_dtype)
         if own.m == 0:
@@ -94,7 +97,7 @@ class PreparedLinear:
         codes = self.empty((own.size,), (1,), torch.uint8)  # scales and sums too
         address = codes.data_ptr()
         scale, token_sum = address + own.scale, address + own.token_sum
-        self.rows.launch(own.m, x.data_ptr(), address, scale, token_sum)
+        self.rows.launch(own.m, tokens, address, scale, token_sum)
         self.gemm.launch(own.m, address, scale, token_sum, out.data_ptr())
         return out
 
