@@ -134,10 +134,13 @@ def load(code: bytes, entry: str, shared_bytes: int, device: int) -> int:
 def resident_blocks(kernel: int, threads: int, shared_bytes: int, device: torch.device) -> int:
     """How many blocks of a kernel a multiprocessor of ``device`` holds at once."""
     driver = _driver()
+    function = driver.CUfunction(kernel)
     with torch.cuda.device(device):
-        occupancy = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            driver.CUfunction(kernel), threads, shared_bytes
-        )
+        ask = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+        occupancy = ask(function, threads, shared_bytes)
+        if int(occupancy[0]) == _NO_CONTEXT:
+            _make_current(device.index)
+            occupancy = ask(function, threads, shared_bytes)
     return int(check(occupancy))
 
 

@@ -9,6 +9,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -230,6 +231,30 @@ def test_a_launch_is_what_the_driver_documents() -> None:
     named = ["NONE", "64B", "128B"]
     numbers = [int(getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{name}")) for name in named]
     assert numbers == list(launching._SWIZZLES.values())
+
+
+def test_a_thread_without_a_context_gets_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread has none while the GPU is the current one, which torch then need not set."""
+    made: list[int] = []
+
+    class Driver:
+        CUfunction = CUdevice = int
+
+        def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, *_: int) -> tuple[int, int]:
+            return (0, 3) if made else (launching._NO_CONTEXT, 0)
+
+        def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
+            return 0, device
+
+        def cuCtxSetCurrent(self, context: int) -> tuple[int]:
+            made.append(context)
+            return (0,)
+
+    monkeypatch.setattr(launching, "_driver", Driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for _ in range(2):
+        assert launching.resident_blocks(77, 128, 4096, torch.device("cuda:1")) == 3
+    assert made == [1]
 
 
 def test_plans_keep_no_tensor(launches: list[Launch]) -> None:
