@@ -27,3 +27,13 @@ def test_refuses_in_one_sentence() -> None:
         w8a8_gemm(x, one, weight, torch.ones(96), None, torch.bfloat16)
     with pytest.raises(QtoolError, match=r"scale has shape \(9,\)"):
         w8a8_gemm(x, one, weight[:64], torch.ones(9), None, torch.bfloat16)
+
+
+def test_refuses_more_channels_than_an_int32_can_add() -> None:
+    x = torch.full((1, 1 << 17), -128, dtype=torch.int8)
+    weight, one = x.expand(64, -1).contiguous(), torch.ones(1)
+    with pytest.raises(QtoolError, match=r"\(64, 131072\); .* multiples of 64, K at most 65536"):
+        w8a8_gemm(x, one, weight, torch.ones(64), None, torch.int32)
+    half, sums = weight[:, : 1 << 16].contiguous(), torch.full((1, 64), 1 << 30)
+    found = w8a8_gemm(half[:1], one, half, torch.ones(64), None, torch.int32)
+    assert torch.equal(found, sums.int())

@@ -21,6 +21,8 @@ from qtool.kernels.launch import pointers
 from qtool.kernels.op import Launch, operator
 from qtool.schemes.arithmetic.products import int_matmul, scaled
 
+#: 128 * 128 * K stays below 2**31
+MOST_CHANNELS = 65536
 OPERAND = Operand("hopper/w8a8_gemm", (), 128 * 128)
 
 
@@ -59,9 +61,10 @@ class W8A8Gemm(NamedTuple):
                 "expected [M, K] and [N, K]"
             )
         (m, k), n = self.x.shape, self.weight.shape[0]
-        if n % 64 or k % 64:
+        if n % 64 or k % 64 or k > MOST_CHANNELS:
             raise QtoolError(
-                f"{op}: the weight is {tuple(self.weight.shape)}; N and K must be multiples of 64"
+                f"{op}: the weight is {tuple(self.weight.shape)}; N and K must be multiples of 64, "
+                f"K at most {MOST_CHANNELS}"
             )
         expected: dict[str, Expected] = {
             "x": (self.x, (m, k), (torch.int8,)),
