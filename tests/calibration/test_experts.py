@@ -12,12 +12,13 @@ from torch import nn
 
 import qtool
 from qtool.calibration import forwards
+from qtool.calibration.block import Block
 from qtool.calibration.expert_tokens import NOTE, add_tokens
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.rounding.gptq import memory
 from qtool.calibration.rounding.gptq import rounding as gptq_rounding
 from qtool.calibration.rounding.gptq.hessian import Hessian
-from qtool.calibration.rounding.gptq.rounding import Gptq
+from qtool.calibration.rounding.gptq.rounding import Gptq, output_modules
 from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.calibration.stacking import by_role
 from qtool.calibration.transforms.clip import Clip
@@ -249,6 +250,16 @@ def test_experts_that_are_told_no_routing_observe_what_goes_to_them():
     ((x, counts),) = seen
     assert len(x) == sum(counts) == TOKENS.numel() * config.num_experts_per_tok
     assert x.any(1).all() and len(counts) == len(experts)
+
+
+def test_experts_that_are_told_no_routing_have_no_gradients_of_a_sum():
+    """Their module returns the outputs of each expert for all tokens."""
+    model = auto_class(config := tiny_config("llama4_text")).from_config(config).eval()
+    family = family_of(config).at(config, 0)
+    separate_experts(model)
+    block = Block(0, model.get_submodule(family.blocks)[0], family, config, {})
+    routed = [group for group in family.groups if group.routed and group.writes_residual]
+    assert routed and not any(output_modules(block, group.linears) for group in routed)
 
 
 def test_experts_that_are_told_no_routing_are_given_no_tokens(tmp_path):

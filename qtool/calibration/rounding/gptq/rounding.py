@@ -43,7 +43,7 @@ from qtool.calibration.stacking import clips_of, in_turn
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
-from qtool.models.experts import expert_place
+from qtool.models.experts import expert_place, is_routed
 from qtool.models.grouped import segments
 from qtool.models.parts import LinearGroup
 from qtool.schemes import Scheme
@@ -318,13 +318,15 @@ def output_modules(block: Block, names: Sequence[str]) -> tuple[str, ...]:
     """The modules whose outputs' gradients say how much those of the linears ``names`` count.
 
     They are the linears themselves; for the last linear of an expert the module that adds up all
-    experts, and none for an expert's other linears.
+    experts. There are none for an expert's other linears, nor where the module returns the outputs
+    of each expert for all tokens (Llama 4), whose gradients would take as much memory.
     """
     group = block.family.group_of(names[0])
     if not group.routed:
         return tuple(names)
     place = expert_place(block.module, names[0]) if group.writes_residual else None
-    return (place[0].partition(".*.")[0],) if place else ()
+    stack = place[0].partition(".*.")[0] if place else ""
+    return (stack,) if stack and is_routed(block.get(stack).stacked) else ()
 
 
 def by_format(block: Block, names: Sequence[str]) -> Iterator[list[str]]:
