@@ -143,6 +143,21 @@ def test_zero_points_of_channels_become_qoq(
     assert not [row.problem for row in verify(imported.directory) if row.problem]
 
 
+@pytest.mark.parametrize(("name", "offset"), [("gptq", 0x11111111), ("gptq-v2", 0)])
+def test_zero_points_of_0_borrow_from_the_next(
+    name: str, offset: int, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """GPTQModel takes v1's 1 from each nibble of a word in one subtraction."""
+    ours = native(make_model(dtype=torch.bfloat16), w4a16("channel"))
+    foreign = export(ours, name, tmp_path / "foreign").directory
+    codes, scale, _ = readers.gptq(stored(foreign, DOWN), 0)
+    zero = torch.arange(len(codes))[:, None] % 8 // 2 * 5  # 0 0 5 5 10 10 15 15
+    words = (zero.view(-1, 8) << 4 * torch.arange(8)).sum(1).to(torch.int32)
+    change_tensor(foreign, f"{DOWN}.qzeros", lambda _: words[None] - offset)
+    found = linears(import_checkpoint(Checkpoint(foreign), tmp_path / "back").directory)[DOWN]
+    assert torch.equal(found.dequantize(), (codes - zero) * scale)
+
+
 def test_a_scale_below_zero_beside_zero_points_says_what_to_do(
     make_model: MakeModel, tmp_path: Path
 ) -> None:

@@ -3,8 +3,8 @@
 Per linear, ``w[n, k] = (c - z) * s`` with groups ``j = k // g``:
 
     qweight int32 [K / 8, N]   nibble k % 8 of word k // 8 holds c
-    qzeros  int32 [G, N / 8]   nibble n % 8 of word n // 8 holds z - 1 (checkpoint_format gptq)
-                               or z (gptq_v2)
+    qzeros  int32 [G, N / 8]   nibble n % 8 of word n // 8 holds z (checkpoint_format gptq_v2);
+                               gptq stores these words minus 0x11111111
     scales  16-bit [G, N]      g_idx int32 [K], k // g
 
 In an export z is 8 throughout, so ``gptq`` stores 0x77777777 and ``gptq_v2`` 0x88888888. Codes and
@@ -113,11 +113,14 @@ def read(tensors: Mapping[str, Tensor], n: int, k: int, checkpoint_format: str) 
 
 
 def read_zeros(qzeros: Tensor, n: int, groups: int, checkpoint_format: str) -> Tensor:
-    """The true zero points ``[n, groups]``, uint8."""
-    stored = ROW_MAJOR.unpack(
-        {"qweight": qzeros.contiguous().view(torch.uint8)}, groups, n, signed=False
-    )
-    return ((stored.t() + ZERO_OFFSET[checkpoint_format]) % 16).contiguous()
+    """The true zero points ``[n, groups]``, uint8.
+
+    GPTQModel subtracts v1's 1 from whole words: below a zero point of 0, the next one is borrowed
+    from.
+    """
+    words = qzeros.contiguous() + ZERO_OFFSET[checkpoint_format] * 0x11111111
+    stored = ROW_MAJOR.unpack({"qweight": words.view(torch.uint8)}, groups, n, signed=False)
+    return stored.t().contiguous()
 
 
 def import_format(config: Config) -> ImportFormat:
