@@ -103,7 +103,9 @@ class Import(Conversion):
 
     def __init__(self, source: Checkpoint, layout: str | None) -> None:
         self.source, self.foreign = source, import_format_of(source.config)
-        adopt(source, Architecture(source.config, family_of(source.config)))
+        model = Architecture(source.config, family_of(source.config))
+        _name_experts(source, model)
+        adopt(source, model)
         shapes = _linears(source, self.foreign)
         self.plain = _plain(source, self.foreign, shapes)
         self.grids = {n: grid_of(source, self.foreign, n, shape) for n, shape in shapes.items()}
@@ -194,6 +196,25 @@ class Import(Conversion):
             "versions": {"qtool": qtool.__version__},
         }
         return Metadata(config, provenance, {})
+
+
+def _name_experts(source: Checkpoint, model: Architecture) -> None:
+    """Give experts their names on disk where tools that use transformers 5 wrote its own names.
+
+    A Mixtral of GPTQModel has ``mlp.experts.0.gate_proj`` for ``block_sparse_moe.experts.0.w1``;
+    those of AutoRound and llm-compressor have ``block_sparse_moe.experts.0.gate_proj``.
+    """
+    if (names := model.family.experts) is None:
+        return
+    linears = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down}
+    found = re.compile(rf"(.*\.)(?:{names.attribute}|{names.moe})\.experts\.(\d+)\.(\w+)\.(\w+)")
+    for match in filter(None, map(found.fullmatch, list(source.entries))):
+        block, expert, linear, part = match.groups()
+        if linears.get(linear):
+            name = f"{block}{names.moe}.experts.{expert}.{linears[linear]}.{part}"
+            source.entries[name] = source.entries.pop(match.string)
+            if (router := f"{block}{names.attribute}.gate.weight") in source.entries:
+                source.entries[f"{block}{names.moe}.gate.weight"] = source.entries.pop(router)
 
 
 def _linears(source: Checkpoint, foreign: ImportFormat) -> dict[str, tuple[int, int]]:

@@ -98,6 +98,30 @@ def test_there_and_back_under_other_names(kind: str, tmp_path: Path) -> None:
     assert torch.equal(load(back)(input_ids=IDS).logits, load(ours)(input_ids=IDS).logits)
 
 
+@pytest.mark.parametrize("module", ["mlp", "block_sparse_moe"])
+def test_experts_of_mixtral_under_the_names_of_transformers_5(module: str, tmp_path: Path) -> None:
+    """As GPTQModel writes them, and AutoRound and llm-compressor."""
+    ours, foreign, back = (tmp_path / name for name in ("ours", "foreign", "back"))
+    source = save_tiny("mixtral", tmp_path / "source")
+    qtool.quantize(source, "w4a16", recipe="fast", layout="row-major", dtype="float16", out=ours)
+    qtool.export(ours, "gptq", foreign)
+    spelled = {"w1.": "gate_proj.", "w2.": "down_proj.", "w3.": "up_proj."}
+
+    def renamed(name: str) -> str:
+        head, moe, tail = name.partition("block_sparse_moe.")
+        for old, new in spelled.items() if moe else ():
+            tail = tail.replace(old, new)
+        return head + moe.replace("block_sparse_moe", module) + tail
+
+    held = {renamed(name): tensor for name, tensor in tensors(foreign).items()}
+    for path in (*foreign.glob("model*"), foreign / "qtool.json"):
+        path.unlink()
+    save_file(held, foreign / "model.safetensors", {"format": "pt"})
+    assert f"model.layers.1.{module}.experts.3.up_proj.qweight" in held
+    found = tensors(imported(foreign, back, "row-major"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(ours).items())
+
+
 def test_gptq_with_its_configuration_beside_alone(make_model: MakeModel, tmp_path: Path) -> None:
     """As AutoGPTQ wrote it: no quant_method, and nothing in config.json."""
     foreign = export(
