@@ -433,6 +433,7 @@ def refused(directory: Path, message: str, error: type[QtoolError] = QtoolError)
         ({"bits": 8}, "GPTQ with bits=8 cannot be imported, only bits=4"),
         ({"bits": "4"}, "GPTQ with bits='4' cannot be imported, only bits=4"),
         ({"lm_head": True}, "lm_head is quantized"),
+        ({"activation": {"mode": "w4afp8"}}, "GPTQ with activation={'mode': 'w4afp8'}: w4a16's"),
         (
             {"checkpoint_format": "marlin"},
             "checkpoint_format 'marlin' cannot be imported; known: gptq, gptq_v2",

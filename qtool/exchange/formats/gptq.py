@@ -127,11 +127,16 @@ def import_format(config: Config) -> ImportFormat:
     """The format of a GPTQ checkpoint's linears.
 
     Raises:
-        QtoolError: a width, a version or per-module settings that cannot be imported.
+        QtoolError: a width, a version, quantized activations or per-module settings that cannot be
+            imported.
     """
     require_setting(config, "bits", 4, "GPTQ", "w4a16 is the only weight-only scheme")
     if config.get("lm_head"):
         raise QtoolError("the lm_head is quantized, and qtool keeps it in 16 bits")
+    if config.get("activation"):
+        raise QtoolError(
+            f"GPTQ with activation={config['activation']!r}: w4a16's activations are not quantized"
+        )
     rules = (config.get("dynamic") or {}).items()
     if any(rule.startswith("+:") or settings for rule, settings in rules):
         raise QtoolError(
