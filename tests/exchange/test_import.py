@@ -515,7 +515,13 @@ def test_compressed_tensors_that_do_not_fit(make_model: MakeModel, tmp_path: Pat
     )
     refused(made("w4a16", "compressed-tensors-w4a8"), "its activations are quantized too")
     transformed = made("w4a16", "compressed-tensors")
-    change_config(transformed, transform_config={"config_groups": {}, "x": 1})
+    offline = [{"location": "weight_output", "targets": ["re:.*v_proj$"]}]
+    offline += [{"location": "weight_input", "targets": ["re:.*o_proj$"], "inverse": True}]
+    change_config(transformed, transform_config={"config_groups": {"R2": {"apply": offline}}})
+    back = imported(transformed, tmp_path / "rotated")  # the stored weights are rotated already
+    assert not [row.problem for row in verify(back) if row.problem]
+    online = {"R4": {"apply": [*offline, {"location": "input", "targets": ["re:.*down_proj$"]}]}}
+    change_config(transformed, transform_config={"config_groups": online})
     refused(transformed, "transform_config")
     change_config(
         transformed, transform_config=None, kv_cache_scheme={"num_bits": 8, "type": "float"}

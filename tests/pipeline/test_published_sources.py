@@ -157,7 +157,7 @@ def test_codes_and_global_scales_that_do_not_fit(
                 "quant_method": "compressed-tensors",
                 "format": "float-quantized",
                 "config_groups": {"g": {"weights": {"type": "float", "num_bits": 8}}},
-                "transform_config": {"config_groups": {}},
+                "transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}},
             },
             "a transform_config",
         ),

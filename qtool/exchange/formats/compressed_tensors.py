@@ -44,6 +44,7 @@ from qtool.exchange.formats.affine import (
 )
 from qtool.exchange.import_format import Config, ImportFormat
 from qtool.format import LinearFormat
+from qtool.io.dequantize.compressed_tensors import transforms_online
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models.joined import joined
 from qtool.schemes import Params
@@ -337,7 +338,7 @@ def import_format(config: Config) -> ImportFormat:
             raise QtoolError(
                 f"compressed-tensors {name}: its activations are quantized too, w4a16's are not"
             )
-    if config.get("transform_config"):
+    if transforms_online(config):
         raise QtoolError(
             "compressed-tensors with a transform_config (online rotations) cannot be imported"
         )

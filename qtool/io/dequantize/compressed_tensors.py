@@ -78,12 +78,19 @@ def published(config: Config) -> CompressedTensors | None:
         if found in FP8:
             blocks += _blocks(weights[name])
     sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
-    if sparse or config.get("transform_config"):
-        what = "sparse weights" if sparse else "a transform_config (rotations)"
+    if sparse or transforms_online(config):
+        what = "sparse weights" if sparse else "a transform_config (online rotations)"
         raise QtoolError(f"compressed-tensors with {what} is not known")
     if len(set(blocks)) > 1:
         raise QtoolError(f"compressed-tensors: blocks of {sorted(set(blocks))}; one is expected")
     return CompressedTensors(tuple(dict.fromkeys(formats)), tuple(dict.fromkeys(blocks)))
+
+
+def transforms_online(config: Config) -> bool:
+    """Whether a transform acts while the model runs; one at weights is in the stored weights."""
+    groups = ((config.get("transform_config") or {}).get("config_groups") or {}).values()
+    places = {place.get("location") for group in groups for place in group.get("apply") or ()}
+    return not places <= {"weight_input", "weight_output"}
 
 
 def _blocks(weights: Config) -> list[Block]:
