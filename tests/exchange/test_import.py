@@ -513,8 +513,16 @@ def test_compressed_tensors_that_do_not_fit(make_model: MakeModel, tmp_path: Pat
         made("w8a8", "compressed-tensors"),
         "int-quantized with 8-bit int weights cannot be imported",
     )
-    refused(made("w4a16", "compressed-tensors-w4a8"), "its activations are quantized too")
+    refused(made("w4a16", "compressed-tensors-w4a8"), "its activations are quantized")
     transformed = made("w4a16", "compressed-tensors")
+    groups = Checkpoint(transformed).config["quantization_config"]["config_groups"]
+    int8 = {"num_bits": 8, "type": "int"}
+    attention = {"targets": ["LlamaAttention"], "weights": None, "input_activations": int8}
+    outputs = groups["group_0"] | {"output_activations": int8}
+    for more in (attention | {"format": "dense"}, outputs):
+        change_config(transformed, config_groups=groups | {"group_1": more})
+        refused(transformed, "group_1: its activations are quantized")
+    change_config(transformed, config_groups=groups)
     offline = [{"location": "weight_output", "targets": ["re:.*v_proj$"]}]
     offline += [{"location": "weight_input", "targets": ["re:.*o_proj$"], "inverse": True}]
     change_config(transformed, transform_config={"config_groups": {"R2": {"apply": offline}}})

@@ -329,14 +329,14 @@ def import_format(config: Config) -> ImportFormat:
         weights = group.get("weights") or {}
         stored = group.get("format") or config.get("format")
         bits, kind = weights.get("num_bits"), weights.get("type")
-        if stored != PACKED or bits != 4 or kind != "int":
+        if weights and (stored != PACKED or bits != 4 or kind != "int"):
             raise QtoolError(
                 f"compressed-tensors {name}: {stored} with {bits}-bit {kind} weights cannot be "
                 f"imported; only pack-quantized 4-bit integers can"
             )
-        if group.get("input_activations"):
+        if group.get("input_activations") or group.get("output_activations"):
             raise QtoolError(
-                f"compressed-tensors {name}: its activations are quantized too, w4a16's are not"
+                f"compressed-tensors {name}: its activations are quantized, w4a16's are not"
             )
     if transforms_online(config):
         raise QtoolError(
