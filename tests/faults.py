@@ -365,6 +365,24 @@ FAULTS = [
         ),
         (
             "qtool/exchange/formats/gptq.py",
+            "* 0x11111111",
+            "* 0x01111111",
+            "tests/exchange/test_import_exact.py -k borrow",
+        ),
+        (
+            "qtool/exchange/import_.py",
+            'linears = {"gate_proj": names.gate, "up_proj": names.up,',
+            'linears = {"gate_proj": names.up, "up_proj": names.gate,',
+            "tests/exchange/test_import.py",
+        ),
+        (
+            "qtool/io/dequantize/compressed_tensors.py",
+            '{"weight_input", "weight_output"}',
+            '{"weight_input"}',
+            "tests/exchange/test_import.py",
+        ),
+        (
+            "qtool/exchange/formats/gptq.py",
             '{"gptq": 1, "gptq_v2": 0}',
             '{"gptq": 0, "gptq_v2": 0}',
             "tests/exchange/test_gptq.py",

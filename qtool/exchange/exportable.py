@@ -90,7 +90,8 @@ def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str
         )
     if family.transposed:
         raise QtoolError(
-            f"the linears of transformers' {family.name} are Conv1D, which are exported to no format"
+            f"the linears of transformers' {family.name} are Conv1D, which are exported to no "
+            "format"
         )
     settings = family.settings(config)
     if family.always_tied and not getattr(settings, "tie_word_embeddings", True):
