@@ -182,3 +182,23 @@ def few_tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         zero_shot._index.cache_clear()
         yield few
     zero_shot._index.cache_clear()
+
+
+@pytest.fixture
+def current_gpus(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Those of two GPUs, which are not there, that were made the current one and still are."""
+    current: list[object] = []
+
+    class Device:  # torch asks whether a device is one
+        def __init__(self, given: object) -> None:
+            self.given = given
+
+        def __enter__(self) -> None:
+            current.append(self.given)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    return current

@@ -1324,7 +1324,7 @@ FAULTS = [
         ),
         (
             "qtool/io/output.py",
-            "found.pop(OWN_HASH, None) != job_hash(found)",
+            "found.pop(OWN_HASH, None) != content_hash(found)",
             "not found.pop(OWN_HASH, None)",
             "tests/pipeline/test_faults.py -k flipped_bit",
         ),
@@ -1366,7 +1366,7 @@ FAULTS = [
         ),
         (
             "qtool/io/output.py",
-            'if record["job"] != job_hash(self.identity):',
+            'if record["job"] != content_hash(self.identity):',
             'if not record["job"]:',
             "tests/pipeline/test_faults.py tests/io",
         ),

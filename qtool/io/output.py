@@ -199,7 +199,7 @@ class Output:
         """The record of a file of this job if its bytes match the record; else None."""
         try:
             record = _read(record_path)
-            if record["job"] != job_hash(self.identity):
+            if record["job"] != content_hash(self.identity):
                 return None
             return record if record["sha256"] == sha256_of(path) else None
         except (OSError, ValueError, KeyError, TypeError):
@@ -233,7 +233,7 @@ class Output:
             "tensors": list(specs),
             "bytes": sum(spec.nbytes for spec in specs.values()),
             "notes": dict(notes),
-            "job": job_hash(self.identity),
+            "job": content_hash(self.identity),
         }
         _write(self._record_path(shard), self.records[shard])
 
@@ -254,7 +254,7 @@ class Output:
         path, record = self._kept_paths(name)
         record.unlink(missing_ok=True)
         digest = write(path, specs, tensors, sync=sync)
-        content = {"sha256": digest, "job": job_hash(self.identity), "facts": dict(facts)}
+        content = {"sha256": digest, "job": content_hash(self.identity), "facts": dict(facts)}
         _write(record, content, sync=sync)
 
     def kept(self, name: str) -> tuple[dict[str, Entry], dict[str, Any]] | None:
@@ -346,7 +346,7 @@ class Output:
 def _write(path: Path, record: Mapping[str, Any], *, sync: bool = True) -> None:
     """Write ``record`` with a hash of its own."""
     record = json.loads(json.dumps(record))
-    write_json(path, {**record, OWN_HASH: job_hash(record)}, sync=sync)
+    write_json(path, {**record, OWN_HASH: content_hash(record)}, sync=sync)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -357,7 +357,7 @@ def _read(path: Path) -> dict[str, Any]:
         ValueError: it is damaged.
     """
     found = json.loads(path.read_text())
-    if not isinstance(found, dict) or found.pop(OWN_HASH, None) != job_hash(found):
+    if not isinstance(found, dict) or found.pop(OWN_HASH, None) != content_hash(found):
         raise ValueError(f"{path}: damaged")
     return found
 
@@ -370,9 +370,9 @@ def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
     return bool(read_record(directory).get("job") == identity)
 
 
-def job_hash(identity: Mapping[str, Any]) -> str:
-    """sha256 of ``identity``, the facts that are equal for equal jobs."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+def content_hash(facts: Mapping[str, Any]) -> str:
+    """sha256 of plain data, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def difference(before: Any, now: Any, where: str = "") -> str:

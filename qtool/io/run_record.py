@@ -35,7 +35,7 @@ import torch
 
 from qtool.distributed import ranks
 from qtool.errors import refuse_pipe
-from qtool.io.output import job_hash
+from qtool.io.output import content_hash
 from qtool.io.safetensors import write_json
 
 FORMAT_VERSION = 2
@@ -74,7 +74,7 @@ class RunRecord:
     def __init__(
         self, directory: Path, identity: Mapping[str, Any], device: torch.device, *, continued: bool
     ) -> None:
-        self.path, self.device, self.job = record_path(directory), device, job_hash(identity)
+        self.path, self.device, self.job = record_path(directory), device, content_hash(identity)
         before = _read(self.path) if continued else {}
         self.earlier = list(before["attempts"]) if before.get("job") == self.job else []
         self.attempt = Attempt(
@@ -135,7 +135,7 @@ def read_run(directory: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     """The record of the native checkpoint ``directory``, or {} if that job has none."""
     for path in (record_path(directory), directory / INSIDE):
         found = _read(path)
-        if found.get("job") == job_hash(identity):
+        if found.get("job") == content_hash(identity):
             return found
     return {}
 

@@ -12,7 +12,7 @@ import torch
 from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.io.output import Output
-from qtool.io.run_record import RunRecord, job_hash, read_run, record_path
+from qtool.io.run_record import RunRecord, content_hash, read_run, record_path
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from tests.conftest import MakeModel
@@ -119,7 +119,7 @@ def test_phases_add_up_over_attempts(tmp_path: Path) -> None:
 def test_a_record_of_another_job_is_not_continued(tmp_path: Path) -> None:
     RunRecord(tmp_path / "out", {"a": 1}, CPU, continued=False).write()
     assert RunRecord(tmp_path / "out", {"a": 2}, CPU, continued=True).earlier == []
-    assert job_hash({"a": 1, "b": 2}) == job_hash({"b": 2, "a": 1})
+    assert content_hash({"a": 1, "b": 2}) == content_hash({"b": 2, "a": 1})
 
 
 def test_a_refused_run_leaves_no_record(make_model: MakeModel, tmp_path: Path) -> None:

@@ -3,8 +3,7 @@ models too.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -559,21 +558,13 @@ def test_memory_of_a_gpu_is_not_that_of_a_cpu(tmp_path: Path) -> None:
 
 
 def test_the_gpu_of_a_measured_run_is_the_current_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, current_gpus: list[object]
 ) -> None:
     """Triton launches on that, whatever GPU the tensors are on."""
-    current = []
-
-    @contextmanager
-    def device(name: str) -> Iterator[None]:
-        current.append(name)
-        yield
-        current.pop()
 
     def run(*_: Any, device: str, **options: Any) -> None:
-        raise QtoolError(f"run on {device} beside {current}")
+        raise QtoolError(f"run on {device} beside {current_gpus}")
 
-    monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr("qtool.bench.quantize.run", run)
     with pytest.raises(QtoolError, match=r"run on cuda:1 beside \['cuda:1'\]"):
         bench_quantize("llama-tiny", "w8a8", layers=1, device="cuda:1", work=tmp_path)

@@ -4,8 +4,6 @@ import errno
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,21 +53,14 @@ def test_what_is_measured_is_what_quantize_gives(
     assert found > 0 and found == pytest.approx(probe.divergence({}), rel=0.02)
 
 
-def test_its_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_its_gpu_is_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, current_gpus: list[object]
+) -> None:
     """Triton launches on that, whatever GPU the tensors are on."""
-    current = []
-
-    @contextmanager
-    def device(name: str) -> Iterator[None]:
-        current.append(name)
-        yield
-        current.pop()
 
     def load(*_: Any, device: str, **options: Any) -> None:
-        raise QtoolError(f"loaded on {device} beside {current}")
+        raise QtoolError(f"loaded on {device} beside {current_gpus}")
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr("qtool.pipeline.sensitivity_recipe.load", load)
     with pytest.raises(QtoolError, match=r"loaded on cuda:1 beside \['cuda:1'\]"):
         qtool.sensitivity("demo", CHOICES, 8.0, tmp_path / "mix.yaml", device="cuda:1", **GIVEN)

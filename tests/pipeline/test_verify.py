@@ -1,8 +1,7 @@
 """``verify`` sees what each of its checks is for."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,26 +56,20 @@ def test_other_bytes_for_the_same_codes(
 
 
 def test_linears_are_checked_on_the_device_that_is_current(
-    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_model: MakeModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    current_gpus: list[object],
 ) -> None:
     """Triton launches on that, whatever GPU the tensors are on; a caller's own stays as it was."""
     native = quantize(Checkpoint(make_model()), recipes.load("w4a8-lqq"), tmp_path / "native")
-    current: list[torch.device] = []
-
-    @contextmanager
-    def device(given: torch.device) -> Iterator[None]:
-        current.append(given)
-        yield
-        current.remove(given)
 
     def packed(*given: object) -> Verified:
-        return Verified(f"{given[-1]} beside {current}")
+        return Verified(f"{given[-1]} beside {current_gpus}")
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr("qtool.pipeline.verify._packed", packed)
-    for row in verify(native, device="cuda:1"):
-        assert row.name == f"cuda:1 beside {[torch.device('cuda:1')]}" and not current
+    found = [(row.name, list(current_gpus)) for row in verify(native, device="cuda:1")]
+    assert set(map(repr, found)) == {repr((f"cuda:1 beside {[torch.device('cuda:1')]}", []))}
 
 
 def test_progress_counts_linears_alone(make_model: MakeModel, tmp_path: Path) -> None:
