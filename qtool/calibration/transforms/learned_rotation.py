@@ -39,6 +39,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import observe
 from qtool.calibration.precision import tensor_cores
+from qtool.calibration.recorded import Recorded
 from qtool.calibration.transforms import learned_rotation_triton
 
 #: number of times that squares are squared for the norm's power: p = 2 ** (SQUARINGS + 1)
@@ -60,6 +61,8 @@ TOKENS = 2048
 STEP_TRIES = 6
 #: elements of a step's rows that are processed together
 STEP_NUMBERS = 1 << 25
+#: largest order whose steps a CUDA graph launches, since launching one takes longer than running it
+RECORDED = 512
 
 
 @dataclass(eq=False)
@@ -157,18 +160,17 @@ def descend(
         keeps_ones: keep ``ones Q = ones``, as LayerNorm needs, if ``start`` has it: the rows and
             the columns of each step Y then sum to 0.
     """
-    q = start.float()
+    q = start.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     one = torch.eye(q.shape[-1], device=q.device)
     mean, squares = torch.zeros_like(q), torch.zeros_like(q)
-    for step in range(steps):
-        in_q = gradient_of(q, step)
+
+    def move(in_q: Tensor, share: Tensor, rate: Tensor) -> None:
         with tensor_cores():
             product = q.mT @ in_q
         skew = product - product.mT
         mean.lerp_(skew, 1 - MOMENTUM)
         squares.lerp_(skew.square(), 1 - SQUARES)
-        scale = (squares / (1 - SQUARES ** (step + 1))).sqrt_().clamp_(min=1e-20)
-        half = mean / scale * (RATE * (1 - step / steps) / (1 - MOMENTUM ** (step + 1)) / 2)
+        half = mean / (squares / share).sqrt_().clamp_(min=1e-20) * rate
         if keeps_ones:  # the means of a skew-symmetric matrix's columns are minus its rows'
             means = half.mean(-1, keepdim=True)
             half = half - means + means.mT
@@ -176,7 +178,13 @@ def descend(
         factor, _ = torch.linalg.cholesky_ex(half.mT @ half + one)
         # 3 times as fast for small matrices on a GPU as cholesky_solve
         inner = solve_triangular(factor, one - half, upper=False)
-        q = 2 * q @ solve_triangular(factor.mT, inner, upper=True) - q
+        q.copy_(2 * q @ solve_triangular(factor.mT, inner, upper=True) - q)
+
+    moved = Recorded(move) if q.is_cuda and q.shape[-1] <= RECORDED else move
+    for step in range(steps):
+        share = 1 - SQUARES ** (step + 1)
+        rate = RATE * (1 - step / steps) / (1 - MOMENTUM ** (step + 1)) / 2
+        moved(gradient_of(q, step), q.new_full((), share), q.new_full((), rate))
     q = q.double()
     for _ in range(4):  # Newton's iteration to the nearest orthogonal matrix
         q = 1.5 * q - 0.5 * q @ (q.mT @ q)

@@ -1,5 +1,6 @@
 """The rotation that is learned: its gradient, its maxima, of what, and what it keeps."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qtool import recipes
+from qtool.calibration.recorded import Recorded
 from qtool.calibration.transforms import learned_rotation, rotate
 from qtool.calibration.transforms.hadamard import rotation
 from qtool.calibration.transforms.learned_rotation import (
@@ -110,6 +112,31 @@ def test_the_fused_gradient_is_torchs(group: int, ranges: bool) -> None:
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-6)
     half = to_gradient(x.half().cuda(), ranges)
     torch.testing.assert_close(half.cpu().float(), expected, rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("keeps_ones", [False, True])
+@pytest.mark.parametrize("matrices, order", [(1, 128), (8, 128), (32, 64), (2, 256), (1, 512)])
+def test_steps_of_a_graph_are_the_steps(
+    matrices: int, order: int, keeps_ones: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[Recorded]()
+
+    def recorded(function: Callable[..., None]) -> Recorded:
+        made.append(Recorded(function))
+        return made[-1]
+
+    monkeypatch.setattr(learned_rotation, "Recorded", recorded)
+    x = torch.randn(order, matrices * order, device="cuda")
+    begin = rotation(order, keeps_ones=True)(torch.eye(order, dtype=torch.float64))
+    how = [grouped(x.half())], begin.expand(matrices, -1, -1).cuda(), 4
+    found = learn(*how, keeps_ones=keeps_ones)
+    assert made.pop().graph is not None
+    monkeypatch.setattr(learned_rotation, "RECORDED", 0)
+    expected = learn(*how, keeps_ones=keeps_ones)
+    assert not made
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    assert (begin.cuda() - found[0]).norm() > 100 * (found - expected).norm()
 
 
 @pytest.mark.cuda

@@ -30,8 +30,8 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import entering, leaving, run
 from qtool.calibration.method import Rounding
+from qtool.calibration.recorded import Recorded
 from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
-from qtool.calibration.rounding.distill.recorded import Recorded
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from qtool.calibration.recorded import Recorded
 from qtool.calibration.rounding.distill import distill
 from qtool.calibration.rounding.distill.distill import Distill
-from qtool.calibration.rounding.distill.recorded import Recorded
 from qtool.schemes import get
 from tests.calibration.conftest import CONFIGS, make_model, random_block
 
