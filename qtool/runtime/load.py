@@ -23,6 +23,7 @@ from qtool.io.source_names import as_on_disk
 from qtool.models import family_of
 from qtool.models.architecture import require_dtype
 from qtool.models.auto import auto_class, config_of, float_config
+from qtool.models.family import Family
 from qtool.models.torch_defaults import torch_defaults
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 from qtool.runtime.decode import graph_decoding
@@ -103,18 +104,17 @@ def load_tensors(
     return _made_fast(loaded.eval())
 
 
-def _is_known(config: Any) -> bool:
-    """Whether qtool knows the architecture of transformers' ``config``."""
+def _family(config: Any) -> Family | None:
+    """The family of transformers' ``config``; None if qtool does not know the architecture."""
     try:
-        family_of(config)
+        return family_of(config)
     except QtoolError:
-        return False
-    return True
+        return None
 
 
 def _made_fast(model: PreTrainedModel) -> PreTrainedModel:
     """``model``, rewritten for speed if it is on a CUDA device and of a known architecture."""
-    if model.device.type == "cuda" and _is_known(model.config):
+    if model.device.type == "cuda" and _family(model.config):
         fuse_norms(model)
         group_experts(model)
         merge_linears(model)
@@ -143,7 +143,12 @@ def load_as_stored(
         source = Checkpoint(path)
     elif source is not None:
         source = as_on_disk(source) if source.notes else None
-    loaded = _from_pretrained(path, cast, device_map, source)
+    placed = device_map
+    if device_map is None and where.type == "cuda":
+        family = _family(config_of(path))
+        if family and family.experts:
+            placed = {"": where}  # else transformers stacks the experts in host memory first
+    loaded = _from_pretrained(path, cast, placed, source)
     if kv is not None and kv != getattr(loaded.get_decoder(), "kv_quantizer", None):
         if calibrated:
             raise QtoolError(

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, XLMConfig
 from transformers.quantizers import auto
 
+import qtool.runtime.load
 from qtool import recipes
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import NOTICE, QUANT_METHOD, WEIGHTS_FIELD, native_format
@@ -18,8 +20,9 @@ from qtool.io.source import Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.verify import verify
 from qtool.runtime.huggingface import dequantized, quantized_linears
-from qtool.runtime.load import _made_fast, load, load_tokenizer
-from tests.conftest import save_model
+from qtool.runtime.load import _made_fast, load, load_as_stored, load_tokenizer
+from tests.conftest import MakeModel, save_model
+from tests.models.tiny import save_tiny
 
 TOKENS = torch.arange(3, 19)[None]
 
@@ -94,6 +97,41 @@ def test_a_loaded_model_is_not_saved_without_its_notice(native: Path, tmp_path: 
 
 def test_a_device_map_places_the_model(native: Path) -> None:
     assert torch.equal(logits(load(native, device_map={"": "cpu"})), logits(load(native)))
+
+
+@pytest.mark.parametrize(
+    "variant, placed", [("llama", None), ("mixtral", {"": torch.device("cuda")})]
+)
+def test_experts_are_stacked_on_the_gpu(
+    variant: str, placed: Any, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Called(Exception):
+        pass
+
+    def loaded(path: Path, dtype: Any, device_map: Any, source: Any) -> None:
+        assert device_map == placed
+        raise Called
+
+    monkeypatch.setattr(qtool.runtime.load, "require_device", torch.device)
+    monkeypatch.setattr(qtool.runtime.load, "_from_pretrained", loaded)
+    with pytest.raises(Called):
+        load(make_model(variant), device="cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mixture_on_a_gpu_is_that_of_the_host(kind: str, packed: bool, tmp_path: Path) -> None:
+    source = save_tiny(kind, tmp_path / "source")
+    if packed:
+        source = quantize(Checkpoint(source), recipes.load("w8a8", "fast"), tmp_path / "packed")
+    host, found = load_as_stored(source), load_as_stored(source, device="cuda")
+    for tensors in (nn.Module.named_parameters, nn.Module.named_buffers):
+        expected = dict(tensors(host))
+        own = dict(tensors(found))
+        assert own.keys() == expected.keys()
+        for name, tensor in own.items():
+            assert tensor.is_cuda and torch.equal(tensor.cpu(), expected[name]), name
 
 
 def test_demo_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
