@@ -164,8 +164,9 @@ def _rows(checkpoint: Checkpoint, name: str) -> slice | list[int]:
     if not family.fused_by_head or within not in family.fused:
         return slice(None)
     settings = family.settings(checkpoint.config)
-    rows = (family.rows(part, settings) for part in family.fused[within])
-    return [row for part in rows if not isinstance(part, slice) for row in part]
+    rows = [family.rows(part, settings) for part in family.fused[within]]
+    turns = [part for part in rows if not isinstance(part, slice)]  # one kv head: there are none
+    return [row for part in turns for row in part] or slice(None)
 
 
 def perplexity(scores: Tensor, ours: Answer) -> Verified:

@@ -33,6 +33,7 @@ FAMILIES = (
     "gemma2",
     "gemma3_text",
     "opt",
+    "falcon",
     "falcon-new",
 )
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
