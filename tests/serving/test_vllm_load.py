@@ -1,6 +1,7 @@
 """vLLM's own loaders give each rank's layers the checkpoint's codes and parameters."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
 
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 
 from qtool.errors import QtoolError
@@ -20,6 +22,7 @@ from qtool.schemes.arithmetic.online_hadamard import rotate
 from qtool.serving.preflight import require_servable
 from qtool.serving.verify import layers
 from qtool.serving.vllm.config import QtoolConfig
+from qtool.serving.vllm.moe import QtoolExpertsMethod
 from tests.serving.conftest import FORMATS, ROTATED, SHAPES, Native, rewritten, rule
 from tests.serving.models import as_rank, configured, loaded
 
@@ -266,6 +269,17 @@ def test_grouped_experts_compute_what_a_loop_over_them_does(
                     expected[token] += weight * each[own, token].float()
         distance = (y - expected.bfloat16()).norm()
         assert distance <= (0 if scheme != "w4a16" else 4e-3) * expected.norm()
+
+
+def test_experts_that_clamp_are_refused() -> None:
+    """vLLM's name of the activation does not tell."""
+    clamped = SimpleNamespace(
+        moe_config=SimpleNamespace(swiglu_limit=10.0),
+        activation=MoEActivation.SILU,
+        apply_router_weight_on_input=False,
+    )
+    with pytest.raises(QtoolError, match=r"^experts: .* are clamped, at 10\.0, are not served"):
+        QtoolExpertsMethod("experts", clamped, {}, {})
 
 
 @torch.no_grad()

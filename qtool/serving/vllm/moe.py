@@ -56,6 +56,10 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
                 f"{name}: only experts that are SiLU(gate) * up, weighted at their outputs, are "
                 "served"
             )
+        if (limit := self.moe.swiglu_limit) is not None:
+            raise QtoolError(
+                f"{name}: experts whose gate and up are clamped, at {limit}, are not served"
+            )
         self.name, self.formats, self.names = name, formats, names
 
     def create_weights(  # type: ignore[override]
