@@ -115,9 +115,12 @@ class PackedLinears:
 
     def names(self) -> Iterator[str]:
         """Full names of all packed linears."""
+        return filter(self.format.of, self.linears())
+
+    def linears(self) -> Iterator[str]:
+        """Full names of all linears of the blocks, in 16 bits or packed."""
         for block, linears in enumerate(self._linears):
-            names = (f"{self.family.blocks}.{block}.{linear}" for linear in linears)
-            yield from filter(self.format.of, names)
+            yield from (f"{self.family.blocks}.{block}.{linear}" for linear in linears)
 
     def shape(self, name: str) -> tuple[int, int]:
         """``(N, K)`` of the linear ``name``."""

@@ -19,7 +19,8 @@ from qtool import __version__
 from qtool.errors import QtoolError
 from qtool.format import QUANT_METHOD, CheckpointFormat
 from qtool.io.integrity import INDEX
-from qtool.io.source import SINGLE, Checkpoint
+from qtool.io.source import SINGLE, Checkpoint, read_config
+from qtool.models.joined import JOINED
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.serving.stored import require_stored
 from qtool.serving.vllm import fusion
@@ -45,7 +46,8 @@ class QtoolConfig(QuantizationConfig):
         self.format = checkpoint_format
         self.linears: PackedLinears | None = None
         self.keeps_cache: bool | None = None  # as in the checkpoint; None: not decided
-        self.mapper = WeightsMapper()
+        self.stored: dict[str, str] = {}  # the checkpoint's names of linears by vLLM's
+        self.asked: set[str] = set()  # the checkpoint's names of linears that vLLM has layers for
 
     def __repr__(self) -> str:
         return f"QtoolConfig({self.format.scheme})"
@@ -76,20 +78,39 @@ class QtoolConfig(QuantizationConfig):
         qtool's version is written into ``hf_config``, the only place where a plugin can change the
         key of vLLM's compile cache.
         """
-        self.linears = PackedLinears(hf_config.to_dict(), self.format)
+        directory = Path(model_name)
+        # vLLM's own classes of configs leave settings out
+        config = read_config(directory) if directory.is_dir() else hf_config.to_dict()
+        self.linears = PackedLinears(config, self.format)
+        self.stored = {name: name for name in self.linears.linears()}
         hf_config.quantization_config = {
             **hf_config.quantization_config,
             "qtool_version": __version__,
         }
-        directory = Path(model_name)
         if (directory / INDEX).is_file() or (directory / SINGLE).is_file():
             require_stored(Checkpoint(directory), self.linears)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        self.mapper = hf_to_vllm_mapper
+        """Add the names that a loader gives the linears; each part of a model may have a loader."""
+        end = ".weight"
+        for name, stored in list(self.stored.items()):
+            renamed = hf_to_vllm_mapper.apply_list([name + end])
+            self.stored |= {new.removesuffix(end): stored for new in renamed}
 
     def get_cache_scale_mapper(self) -> WeightsMapper:  # type: ignore[override]
+        self.require_asked()  # vLLM's loader comes here when all layers are made
         return cache_tensors(self.packed_linears, bool(self.keeps_cache))
+
+    def require_asked(self) -> None:
+        """Refuse packed linears for which vLLM has no layer, or one that takes only 16 bits."""
+        place = self.packed_linears.family.place
+        blocks = {place(name)[0] for name in self.asked}  # another rank may have the others
+        for name in self.packed_linears.names():
+            if name not in self.asked and (not self.asked or place(name)[0] in blocks):
+                raise QtoolError(
+                    f"{name}: this vLLM has no layer that takes it packed; quantize with a rule "
+                    "that leaves it in 16 bits"
+                )
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if (config := get_current_vllm_config_or_none()) is not None:
@@ -112,26 +133,16 @@ class QtoolConfig(QuantizationConfig):
 
     def shards(self, prefix: str) -> list[str]:
         """The checkpoint's names of the linears that vLLM's layer ``prefix`` joins."""
-        parent, _, last = self.in_checkpoint(prefix).rpartition(".")
-        return [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
+        parent, _, last = prefix.rpartition(".")
+        joined = {**JOINED, **self.packed_modules_mapping}
+        parts = [last] if prefix in self.stored else joined.get(last, [last])
+        return self._ask([f"{parent}.{part}" for part in parts])
 
-    def in_checkpoint(self, prefix: str) -> str:
-        """The checkpoint's name of vLLM's module ``prefix``.
-
-        A mapper also renames forms that this checkpoint does not have.
-        """
-        if self.linears is not None and prefix.startswith(f"{self.linears.family.blocks}."):
-            return prefix
-        for old, new in self.mapper.orig_to_new_substr.items():
-            if new and new in prefix:
-                prefix = prefix.replace(new, old, 1)
-        matching = [
-            (new, old)
-            for old, new in self.mapper.orig_to_new_prefix.items()
-            if new and prefix.startswith(new)
-        ]
-        new, old = max(matching, key=lambda pair: len(pair[0]), default=("", ""))
-        return old + prefix.removeprefix(new)
+    def _ask(self, names: list[str]) -> list[str]:
+        """The checkpoint's names of vLLM's ``names``."""
+        stored = [self.stored.get(name, name) for name in names]
+        self.asked.update(stored)
+        return stored
 
     @property
     def packed_linears(self) -> PackedLinears:
@@ -141,11 +152,11 @@ class QtoolConfig(QuantizationConfig):
         return self.linears
 
     def _experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase | None:
-        parent = self.in_checkpoint(prefix).removesuffix(".routed_experts")
+        parent = prefix.removesuffix(".routed_experts")
         roles = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
         each = range(layer.global_num_experts)
-        gate_up = [f"{parent}.{expert}.{role}" for expert in each for role in roles[:2]]
-        down = [f"{parent}.{expert}.{roles[2]}" for expert in each]
+        gate_up = self._ask([f"{parent}.{expert}.{role}" for expert in each for role in roles[:2]])
+        down = self._ask([f"{parent}.{expert}.{roles[2]}" for expert in each])
         formats = self.packed_linears.experts(prefix, gate_up, down)
         if formats is None:
             return None

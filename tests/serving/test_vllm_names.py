@@ -1,0 +1,96 @@
+"""Linears have other names in vLLM than in the checkpoint, or are joined there or already stored as
+one.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
+
+from vllm.model_executor.models.utils import WeightsMapper
+
+from qtool import recipes
+from qtool.errors import QtoolError
+from qtool.format import native_format
+from qtool.io.source import Checkpoint
+from qtool.pipeline.quantize import quantize
+from qtool.serving.verify import layers
+from qtool.serving.vllm.config import QtoolConfig
+from tests.models.tiny import save_tiny
+from tests.serving.conftest import Native, rule
+from tests.serving.models import configured, loaded
+
+
+def packed(
+    model_type: str,
+    work: Path,
+    scheme: str = "w8a8",
+    layout: str = "row-major-8",
+    **changes: Any,
+) -> Path:
+    """A tiny quantized model of ``model_type``."""
+    recipe = recipes.parse({"scheme": scheme, "layers": [rule(scheme, layout)]}, "test")
+    source = save_tiny(model_type, work / "source", dtype="bfloat16", **changes)
+    return quantize(Checkpoint(source), recipe, work / "packed")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "glm4",  # gate and up are one linear, which vLLM's mapping says are two
+        "gptj",  # vLLM joins q, k and v, and does not say so
+        "gpt_bigcode",  # vLLM renames the blocks by a pattern
+        "hyperclovax",  # vLLM's class of configs has other settings than config.json
+    ],
+)
+def test_every_linear_is_found(model_type: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(packed(model_type, tmp_path))
+    rows = list(layers(model := loaded(checkpoint.directory), checkpoint))
+    assert not [row for row in rows if row.problem]
+    found = [getattr(module, "quant_method", None) for module in model.modules()]
+    assert {name for method in found for name in getattr(method, "names", ())} == {
+        name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")
+    }
+
+
+@pytest.mark.parametrize(
+    ("model_type", "linear"),
+    [("flex_olmo", "mlp.experts.0.gate_proj"), ("falcon_h1", "mamba.in_proj")],
+)
+def test_linears_that_vllm_keeps_in_16_bits_are_named(
+    model_type: str, linear: str, tmp_path: Path
+) -> None:
+    directory = packed(model_type, tmp_path)
+    with pytest.raises(QtoolError, match=rf"^model\.layers\.0\.{linear}: .* takes it packed"):
+        loaded(directory)
+
+
+def test_parts_of_a_model_rename_in_turn(native: Native) -> None:
+    """A wrapper's text model and its tower have mappers too."""
+    config = configured(native()).quant_config
+    assert isinstance(config, QtoolConfig)
+    for renamed in ({"model.": "language_model.model."}, {"layers.": "blocks."}):
+        config.apply_vllm_mapper(WeightsMapper(orig_to_new_substr=renamed))
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_regex={}))
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    stored = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    for parent in ("model.layers", "language_model.model.layers", "language_model.model.blocks"):
+        assert config.shards(f"{parent}.0.self_attn.qkv_proj") == stored
+    assert config.shards("vision_tower.layers.0.fc1") == ["vision_tower.layers.0.fc1"]
+
+
+def test_blocks_of_other_ranks_are_not_missed(native: Native) -> None:
+    checkpoint = Checkpoint(native())
+    config = QtoolConfig(native_format(checkpoint.config))
+    config.maybe_update_config(
+        str(checkpoint.directory), hf_config=configured(checkpoint.directory).model_config.hf_config
+    )
+    with pytest.raises(QtoolError, match=r"q_proj: this vLLM has no layer"):
+        config.require_asked()  # vLLM asked for none at all
+    config.shards("mtp.layers.0.self_attn.q_proj")  # a drafter, of which no block is packed
+    config.require_asked()
+    config.shards("model.layers.0.mlp.down_proj")
+    with pytest.raises(QtoolError, match=r"q_proj: this vLLM has no layer"):
+        config.require_asked()
