@@ -40,6 +40,7 @@ def packed(
     "model_type",
     [
         "glm4",  # gate and up are one linear, which vLLM's mapping says are two
+        "bloom",  # vLLM reorders the rows of q, k and v
         "gptj",  # vLLM joins q, k and v, and does not say so
         "gpt_bigcode",  # vLLM renames the blocks by a pattern
         "hyperclovax",  # vLLM's class of configs has other settings than config.json
@@ -64,6 +65,23 @@ def test_linears_that_vllm_keeps_in_16_bits_are_named(
 ) -> None:
     directory = packed(model_type, tmp_path)
     with pytest.raises(QtoolError, match=rf"^model\.layers\.0\.{linear}: .* takes it packed"):
+        loaded(directory)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "layout", "head"),
+    [
+        ("w4a8-qoq", "compute-aware", 48),  # a head is no whole number of tiles
+        ("w4a8-lqq", "dual-mma", 48),
+        ("w4a16", "marlin", 64),  # the first dimension of its tensors are inputs
+    ],
+)
+def test_rows_that_vllm_cannot_reorder_are_refused(
+    scheme: str, layout: str, head: int, tmp_path: Path
+) -> None:
+    size = {"hidden_size": 8 * head, "num_attention_heads": 8}
+    directory = packed("bloom", tmp_path, scheme, layout, **size)
+    with pytest.raises(QtoolError, match=rf"by head, {head} of them, which layout {layout}"):
         loaded(directory)
 
 

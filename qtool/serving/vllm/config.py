@@ -8,7 +8,11 @@ from torch import nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    QKVParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
@@ -17,16 +21,21 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from qtool import __version__
 from qtool.errors import QtoolError
-from qtool.format import QUANT_METHOD, CheckpointFormat
+from qtool.format import QUANT_METHOD, CheckpointFormat, LinearFormat
 from qtool.io.integrity import INDEX
 from qtool.io.source import SINGLE, Checkpoint, read_config
+from qtool.models import Heads
 from qtool.models.joined import JOINED
 from qtool.runtime.packed_linears import PackedLinears
+from qtool.serving.partition import require_heads
 from qtool.serving.stored import require_stored
 from qtool.serving.vllm import fusion
 from qtool.serving.vllm.kv import KVMethod, cache_tensors, choose_cache
 from qtool.serving.vllm.linear import QtoolLinearMethod
 from qtool.serving.vllm.moe import QtoolExpertsMethod
+
+#: models whose loaders take the first dimension of every tensor of q, k and v for its rows
+FIRST = ("bloom", "gpt_neox")
 
 
 class QtoolConfig(QuantizationConfig):
@@ -122,6 +131,8 @@ class QtoolConfig(QuantizationConfig):
             linear_format = self.packed_linears.joined(prefix, names)
             if linear_format is None:
                 return UnquantizedLinearMethod()
+            if isinstance(layer, QKVParallelLinear):
+                self._require_heads(names[0], linear_format)
             return QtoolLinearMethod(
                 prefix, linear_format, names, self.packed_linears.permuted(prefix, names)
             )
@@ -137,6 +148,14 @@ class QtoolConfig(QuantizationConfig):
         joined = {**JOINED, **self.packed_modules_mapping}
         parts = [last] if prefix in self.stored else joined.get(last, [last])
         return self._ask([f"{parent}.{part}" for part in parts])
+
+    def _require_heads(self, name: str, linear_format: LinearFormat) -> None:
+        """Refuse rows of q, k and v that lie by head and that vLLM's loader cannot reorder."""
+        linears = self.packed_linears
+        family, settings = linears.family, linears.settings
+        if family.fused_by_head and family.place(name)[1] in family.fused:
+            head, first = Heads.of(settings).dim, settings.model_type in FIRST
+            require_heads(name, linear_format, head, linears.shape(name), first=first)
 
     def _ask(self, names: list[str]) -> list[str]:
         """The checkpoint's names of vLLM's ``names``."""
