@@ -106,6 +106,7 @@ def test_heads_are_repeated_on_more_ranks_than_there_are(
         ({"attention_backend": "TRITON_ATTN"}, "another attention backend was asked for"),
         ({"block_size": 48}, "--block-size 48 was asked for"),
         ({"dtype": "float32"}, "the model runs in torch.float32"),
+        ({"model_impl": "transformers"}, "vLLM runs transformers' model"),
     ],
 )
 def test_what_the_user_asks_for_counts_and_is_told(

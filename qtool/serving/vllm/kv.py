@@ -100,6 +100,8 @@ def _reason_against(quantizer: str, pages: Any, config: VllmConfig) -> str:
         return f"--block-size {cache.block_size} was asked for, which is no multiple of {TOKENS}"
     if config.model_config.dtype not in (torch.float16, torch.bfloat16):
         return f"the model runs in {config.model_config.dtype}, its kernels in 16 bits"
+    if config.model_config.using_transformers_backend():
+        return "vLLM runs transformers' model, which has no place for the cache's tensors"
     if config.speculative_config is not None:
         return "lengths of speculative decoding are known on the GPU only"
     parallel = config.parallel_config
