@@ -85,6 +85,27 @@ def test_rows_that_vllm_cannot_reorder_are_refused(
         loaded(directory)
 
 
+#: Granite's hybrid with rows in whole tiles
+MAMBA = {
+    "mamba_n_heads": 128,
+    "mamba_d_head": 4,
+    "mamba_d_state": 64,
+    "mamba_n_groups": 1,
+    "num_local_experts": 0,
+    "hidden_size": 256,
+}
+
+
+def test_linears_of_mamba_are_found_on_one_gpu_and_refused_on_two(tmp_path: Path) -> None:
+    """vLLM gives them a prefix that no module has."""
+    checkpoint = Checkpoint(packed("granitemoehybrid", tmp_path, **MAMBA))
+    rows = list(layers(loaded(checkpoint.directory), checkpoint))
+    assert [row for row in rows if row.name.endswith("in_proj")]
+    assert not [row for row in rows if row.problem]
+    with pytest.raises(QtoolError, match=r"in_proj: 2 ranks would hold copies of its groups"):
+        loaded(checkpoint.directory, 0, 2)
+
+
 def test_parts_of_a_model_rename_in_turn(native: Native) -> None:
     """A wrapper's text model and its tower have mappers too."""
     config = configured(native()).quant_config

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
     LinearBase,
     QKVParallelLinear,
     UnquantizedLinearMethod,
@@ -91,7 +93,10 @@ class QtoolConfig(QuantizationConfig):
         # vLLM's own classes of configs leave settings out
         config = read_config(directory) if directory.is_dir() else hf_config.to_dict()
         self.linears = PackedLinears(config, self.format)
-        self.stored = {name: name for name in self.linears.linears()}
+        names = list(self.linears.linears())
+        # vLLM's layers of Mamba 2 say "mixer" where the model says "mamba"
+        self.stored = {name.replace(".mamba.", ".mixer."): name for name in names}
+        self.stored |= {name: name for name in names}
         hf_config.quantization_config = {
             **hf_config.quantization_config,
             "qtool_version": __version__,
@@ -131,6 +136,8 @@ class QtoolConfig(QuantizationConfig):
             linear_format = self.packed_linears.joined(prefix, names)
             if linear_format is None:
                 return UnquantizedLinearMethod()
+            if type(layer) is ColumnParallelLinear and prefix.endswith(".mixer.in_proj"):
+                self._require_one_rank(prefix)
             if isinstance(layer, QKVParallelLinear):
                 self._require_heads(names[0], linear_format)
             return QtoolLinearMethod(
@@ -148,6 +155,14 @@ class QtoolConfig(QuantizationConfig):
         joined = {**JOINED, **self.packed_modules_mapping}
         parts = [last] if prefix in self.stored else joined.get(last, [last])
         return self._ask([f"{parent}.{part}" for part in parts])
+
+    def _require_one_rank(self, prefix: str) -> None:
+        """Refuse ranks with copies of Mamba 2's groups, which vLLM makes of 16-bit weights."""
+        if (ranks := get_tensor_model_parallel_world_size()) > 1:
+            raise QtoolError(
+                f"{prefix}: {ranks} ranks would hold copies of its groups, which vLLM makes of "
+                "16-bit weights only; use a tensor-parallel size that divides their number"
+            )
 
     def _require_heads(self, name: str, linear_format: LinearFormat) -> None:
         """Refuse rows of q, k and v that lie by head and that vLLM's loader cannot reorder."""
