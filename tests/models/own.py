@@ -33,12 +33,16 @@ class RMSNorm(nn.Module):
         return x * root.rsqrt() * (self.weight + self.offset)
 
 
+class Unit(RMSNorm):
+    """A norm that does not say so in its name."""
+
+
 class Block(nn.Module):
     def __init__(self, c: OwnConfig, number: int) -> None:
         super().__init__()
         self.c, self.number, self.how = c, number, c.how.split()
         h, d, q, kv = c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads
-        own = nn.LayerNorm if "layernorm" in self.how else RMSNorm
+        own = nn.LayerNorm if "layernorm" in self.how else Unit if "unit" in self.how else RMSNorm
         self.norm, self.mlp_norm = own(h), own(h)
         if "offset" in self.how:
             self.mlp_norm = RMSNorm(h, 1.0)

@@ -34,6 +34,7 @@ STRUCTURES = {
     "": "",
     "layernorm bias": "",
     "gqa": "",
+    "unit": "",
     "q-norm k-norm": "",
     "offset": "norms do not multiply by their weights in one way",
     "final-layernorm": "",

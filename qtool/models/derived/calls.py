@@ -42,6 +42,8 @@ class Calls:
         blocks: Any = found.model.get_submodule(found.blocks)
         self.numbers: dict[nn.Module, int] = {block: n for n, block in enumerate(blocks)}
         self.last: int | None = None
+        # what a module computes is found out with numbers, of which a recording has none
+        self.norms = {module for module in names if is_norm(module)}
         self.norm_inputs: list[Tensor] = []
         self.muted: list[bool] = []
         self.given_more: set[int] = set()
@@ -77,7 +79,7 @@ class Calls:
             if args and IDS in recorder.of(args[0]):
                 self.found.reads_ids |= name != self.found.embedding
             recorder.muted += 1
-        if is_norm(module) and not recorder.muted and (given := [*args, *kwargs.values()]):
+        if module in self.norms and not recorder.muted and (given := [*args, *kwargs.values()]):
             self.norm_inputs.append(given[0])
             recorder.muted += 1
 
@@ -85,7 +87,7 @@ class Calls:
         recorder, name = self.recorder, self.recorder.modules.pop()
         if module in self.numbers:
             self._leave_block(name, out)
-        elif is_norm(module) and self.norm_inputs:
+        elif module in self.norms and self.norm_inputs:
             self._leave_norm(name, out)
         elif isinstance(module, nn.Embedding):
             recorder.muted -= 1

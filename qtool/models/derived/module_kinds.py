@@ -6,12 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qtool.models.derived.norms import form_of
+
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` is a norm: by its name, and with at most a weight and a bias."""
-    if "norm" not in type(module).__name__.lower() or list(module.children()):
+    """Whether ``module`` is a norm, by its name or what it computes; its weights are vectors."""
+    named = dict(module.named_parameters())
+    if list(module.children()) or not named.keys() <= {"weight", "bias"}:
         return False
-    return all(p.dim() == 1 and n in ("weight", "bias") for n, p in module.named_parameters())
+    if any(p.dim() != 1 for p in named.values()):
+        return False
+    return "norm" in type(module).__name__.lower() or form_of(module) is not None
 
 
 @cache
