@@ -36,8 +36,8 @@ def register_scheme(
 
     Raises:
         QtoolError: it is no scheme, lacks an attribute or a function or has one of another type,
-            the name is taken, the recipe does not read, or none is given for codes that are neither
-            4 nor 8 bits wide, which no built-in layout holds.
+            a function returns another type, the name is taken, the recipe does not read, or none is
+            given for codes that are neither 4 nor 8 bits wide, which no built-in layout holds.
         CheckFailed: two of its functions contradict each other (:mod:`qtool.schemes.protocol`).
     """
     from qtool.format.linear import forget
@@ -84,11 +84,12 @@ def register_layout(layout: "Layout") -> None:
     """Let recipes and ``--layout`` name ``layout``.
 
     Raises:
-        QtoolError: it is no layout, lacks an attribute or the tensor ``qweight``, its bits or tile
-            are invalid, or the name is taken.
-        CheckFailed: its functions do not give back what they packed.
+        QtoolError: it is no layout, lacks an attribute or the tensor ``qweight``, has an attribute
+            of another type, invalid bits, tile or names of tensors, or the name is taken.
+        CheckFailed: its functions do not give back what they packed, or do not pack by rows though
+            ``by_rows`` is true.
     """
-    from qtool.format.linear import CODES, forget
+    from qtool.format.linear import CODES, RESERVED, forget
     from qtool.layouts import LAYOUTS, Layout
     from qtool.layouts.protocol import require_sound
     from qtool.models.torch_defaults import torch_defaults
@@ -97,10 +98,10 @@ def register_layout(layout: "Layout") -> None:
     kind = type(layout).__name__
     plugins.require_attributes(layout, kind, ("name", "bits", "tile", "tensors"))
     plugins.require_functions(layout, kind, Layout)
-    if type(layout.bits) is not int or not 1 <= layout.bits <= 8:
+    plugins.require_kinds(layout, kind, plugins.constants(Layout))
+    if not 1 <= layout.bits <= 8:
         raise QtoolError(f"{kind}.bits is {layout.bits!r}; a whole number of 1 to 8 is expected")
-    sizes = layout.tile if isinstance(layout.tile, tuple) else ()
-    if [type(size) for size in sizes] != [int, int] or min(sizes) < 1:
+    if min(layout.tile) < 1:
         raise QtoolError(
             f"{kind}.tile is {layout.tile!r}; a pair of positive whole numbers is expected"
         )
@@ -108,6 +109,12 @@ def register_layout(layout: "Layout") -> None:
         raise QtoolError(
             f"layout {layout.name!r} has no tensor {CODES}, by which packed linears are found"
         )
+    for name in layout.tensors:
+        if not name.isidentifier() or name in RESERVED:
+            raise QtoolError(
+                f"layout {layout.name!r} has a tensor {name!r}; a name of letters, digits and _,"
+                f" and none of {', '.join(sorted(RESERVED))}, is expected"
+            )
     plugins.require_free(LAYOUTS, layout.name, layout, "layout")
     with torch_defaults():
         require_sound(layout)
@@ -197,9 +204,12 @@ def _require_facts(scheme: "type[Scheme]") -> None:
     from qtool.schemes.arithmetic.activation import Activation
 
     name, bits, sizes = scheme.__name__, scheme.code_bits, scheme.group_sizes
-    if type(bits) is not int or not 1 <= bits <= 8:
+    kinds = plugins.constants(Scheme)
+    del kinds["activation"]  # it may follow the group size
+    plugins.require_kinds(scheme, name, kinds)
+    if not 1 <= bits <= 8:
         raise QtoolError(f"{name}.code_bits is {bits!r}; a whole number of 1 to 8 is expected")
-    if not isinstance(sizes, tuple | list) or scheme.default_group_size not in sizes:
+    if scheme.default_group_size not in sizes:
         raise QtoolError(
             f"{name}.group_sizes is {sizes!r}; a tuple that holds default_group_size,"
             f" {scheme.default_group_size!r}, is expected"
@@ -211,7 +221,7 @@ def _require_facts(scheme: "type[Scheme]") -> None:
             f"{name} defines {own[0]} alone; one is the inverse of the other: {', '.join(bounds)}"
         )
     for size in sizes:
-        activation = getattr(scheme(size), "activation", None)  # it may follow the group size
+        activation = getattr(scheme(size), "activation", None)
         if not isinstance(activation, Activation):
             raise QtoolError(f"{name}.activation is {activation!r}; an Activation is expected")
 

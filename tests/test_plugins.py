@@ -676,6 +676,23 @@ def test_a_scheme_may_be_declared_as_a_built_in_one(scheme: str) -> None:
         ),
         ("fake_activation", lambda self, x, params: None, "fake_activation gives NoneType;"),
         (
+            "round_groups",
+            lambda self, *given: Marlin.round_groups(self, *given).flatten(1),
+            r"round_groups gives torch.float32 .5, 1024.; torch.float32 .5, 32, 32. is expected",
+        ),
+        (
+            "dequantize",
+            lambda self, *given: Marlin.dequantize(self, *given).half(),
+            r"dequantize gives torch.float16 .5, 1024.; torch.float32 .5, 1024. is expected",
+        ),
+        (
+            "grid",
+            lambda self, params: dataclasses.replace(
+                Marlin.grid(self, params), low=Marlin.grid(self, params).low.float()
+            ),
+            r"grid's low gives torch.float32 .5, 32.; torch.int32 .5, 32. is expected",
+        ),
+        (
             "matmul",
             lambda self, *given: Marlin.matmul(self, *given).t(),
             r"matmul gives torch.float32 .5, 3.; torch.float32 .3, 5.",
@@ -701,14 +718,30 @@ def test_a_scheme_whose_functions_contradict_each_other_is_refused(
     assert "wrong" not in SCHEMES and "wrong" not in ADDED
 
 
+@pytest.mark.parametrize(
+    ("function", "returns", "said"),
+    [
+        ("fit_range", None, "fit_range returns NoneType; dict.str, Tensor. is expected"),
+        ("fit_range", {"scale": 1.0}, "fit_range returns dict; dict.str, Tensor. is expected"),
+        ("grid", (0, 15), "grid returns tuple; Grid is expected"),
+    ],
+)
+def test_what_a_scheme_returns_wrongly_is_named(function: str, returns: Any, said: str) -> None:
+    body = {"name": "wrong", function: lambda *given, **clips: returns}
+    with pytest.raises(QtoolError, match=f"^wrong: {said}$"):
+        qtool.register_scheme(type("Wrong", (Marlin,), body))
+
+
 def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
     def scheme(**body: Any) -> type[Scheme]:
         return type("Wrong", (SmoothQuant,), {"name": "wrong", **body})
 
     for wrong, said in (
         (scheme(matmul=Scheme.matmul), "Wrong does not define matmul"),
-        (scheme(code_bits="4"), "Wrong.code_bits is '4'; a whole number of 1 to 8"),
-        (scheme(group_sizes=64), "Wrong.group_sizes is 64; a tuple that holds default_group_size"),
+        (scheme(code_bits="4"), "Wrong: code_bits is '4'; int is expected"),
+        (scheme(code_bits=9), "Wrong.code_bits is 9; a whole number of 1 to 8"),
+        (scheme(group_sizes=64), r"Wrong: group_sizes is 64; tuple.int . None, .... is expected"),
+        (scheme(shared_params=["x"]), r"Wrong: shared_params is .'x'.; frozenset.str. is"),
         (scheme(default_group_size=48), "that holds default_group_size, 48, is expected"),
         (scheme(activation=8), "Wrong.activation is 8; an Activation is expected"),
         (scheme(check_range=8), "Wrong.check_range is 8; a function is expected"),
@@ -720,8 +753,12 @@ def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
     with pytest.raises(QtoolError, match="Bare has no name, bits, tile"):
         qtool.register_layout(type("Bare", (Layout,), bare)())
     for facts, said in (
-        ({"bits": "3", "tile": (1, 8)}, "Bare.bits is '3'; a whole number of 1 to 8 is expected"),
-        ({"bits": 3, "tile": 8}, "Bare.tile is 8; a pair of positive whole numbers is expected"),
+        ({"bits": "3", "tile": (1, 8)}, "Bare: bits is '3'; int is expected"),
+        ({"bits": 9, "tile": (1, 8)}, "Bare.bits is 9; a whole number of 1 to 8 is expected"),
+        ({"bits": 3, "tile": 8}, "Bare: tile is 8; tuple.int, int. is expected"),
+        ({"bits": 3, "tile": (1, 8), "by_rows": 1}, "Bare: by_rows is 1; bool is expected"),
+        ({"bits": 3, "tile": (1, 8), "sparsity": 2}, "Bare: sparsity is 2; tuple.int, int. . None"),
+        ({"bits": 3, "tile": (1, 8), "tensors": ["qweight"]}, "Bare: tensors is .'qweight'.; tup"),
         ({"bits": 3, "tile": (0, 8)}, r"Bare.tile is \(0, 8\); a pair of positive whole"),
     ):
         with pytest.raises(QtoolError, match=said):
@@ -1017,6 +1054,11 @@ def test_a_layout_without_codes_or_with_other_tensors_than_it_packs() -> None:
     with pytest.raises(QtoolError, match="layout 'planes' has no tensor qweight"):
         qtool.register_layout(Planes(name="planes", n="n", k="k", order="n, k"))
 
+    for taken in ("bias", "q.high"):
+        named = type("Named", (ThreePlanes,), {"name": "n", "tensors": ("qweight", taken)})
+        with pytest.raises(QtoolError, match=f"layout 'n' has a tensor '{taken}'; a name of"):
+            qtool.register_layout(named())
+
     @dataclasses.dataclass(frozen=True)
     class More(DigitLayout):
         tensors = ("qweight", "more")
@@ -1050,6 +1092,31 @@ def test_a_layout_that_does_not_give_back_what_it_packed_is_refused(
     with pytest.raises(CheckFailed, match=f"^layout wrong: {said}"):
         qtool.register_layout(layout)
     assert "wrong" not in LAYOUTS
+
+
+def test_a_layout_that_gives_back_nothing_is_refused() -> None:
+    nothing = type("Nothing", (ThreePlanes,), {"name": "none", "unpack": lambda *_, signed: None})
+    with pytest.raises(QtoolError, match="none: unpack returns NoneType; Tensor is"):
+        qtool.register_layout(nothing())
+
+
+@pytest.mark.parametrize(
+    ("function", "orders"),
+    [
+        ("pack", {"order": "k, nt half"}),
+        ("pack_group", {"group_order": "g nt half"}),
+        ("pack_channel", {"channel_order": "half nt"}),
+    ],
+)
+def test_a_layout_that_says_wrongly_that_it_packs_by_rows_is_refused(
+    function: str, orders: dict[str, str]
+) -> None:
+    """Weights that are packed together would get each other's rows."""
+    facts = {"name": "own", "n": "nt half:2", "k": "k", "order": "nt half, k"} | orders
+    wrong = type("Wrong", (DigitLayout,), {"by_rows": True})(**facts)
+    with pytest.raises(CheckFailed, match=f"own: by_rows is true, and {function} does not store"):
+        qtool.register_layout(wrong)
+    qtool.register_layout(DigitLayout(**facts))
 
 
 def test_a_parameter_has_a_name_that_a_module_takes() -> None:

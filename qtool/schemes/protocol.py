@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import CheckFailed, checking
+from qtool.plugins import require_returned
+from qtool.schemes.arithmetic.grid import Grid
 from qtool.schemes.base import Params, Scheme, require
 
 
@@ -43,11 +45,13 @@ def require_sound(scheme: Scheme, weight: Tensor) -> None:
     """Hold the functions of ``scheme`` against each other on ``weight [N, K]``.
 
     Raises:
+        QtoolError: one returns no tensors, or no grid.
         CheckFailed: naming those that disagree, and where.
     """
     before = weight.clone()
-    params = scheme.fit(weight)
-    shapes = {(len(weight),), tuple(scheme.groups(weight).shape[:2])}
+    params = require_returned(scheme, "fit_range", scheme.fit(weight), dict[str, Tensor])
+    groups = scheme.groups(weight)
+    shapes = {(len(weight),), tuple(groups.shape[:2])}
     for name in params:
         if not name.isidentifier():
             raise CheckFailed(
@@ -59,6 +63,7 @@ def require_sound(scheme: Scheme, weight: Tensor) -> None:
                 f"fit_range gives {name} {list(shape)}; [N] or [N, G], which is one of"
                 f" {sorted(map(list, shapes))}, is expected"
             )
+    _require_like("round_groups", scheme.round_groups(groups, params), groups)
     codes = scheme.quantize(weight, params)
     require(weight == before, "fit and quantize leave the weight as it is")
     if (codes.shape, codes.dtype) != (weight.shape, scheme.code_dtype):
@@ -66,12 +71,17 @@ def require_sound(scheme: Scheme, weight: Tensor) -> None:
             f"quantize gives {codes.dtype} codes {list(codes.shape)} of a weight"
             f" {list(weight.shape)}; {scheme.code_dtype} codes of its shape are expected"
         )
+    grid = require_returned(scheme, "grid", scheme.grid(params), Grid)
+    step = groups[..., 0]
+    for name, like in {"step": step, "offset": step, "low": step.int(), "high": step.int()}.items():
+        _require_like(f"grid's {name}", getattr(grid, name), like)
     with checking("codes of round_groups"):
         scheme.check(codes, params)
+    values = scheme.dequantize(codes, params)
+    _require_like("dequantize", values, weight)
 
-    grid = scheme.grid(params)
     held = scheme.groups(scheme.prune(weight.float()))
-    step, values = grid.step[..., None], scheme.groups(scheme.dequantize(codes, params))
+    step, values = grid.step[..., None], scheme.groups(values)
     on_grid = grid.value(scheme.groups(codes.float()))
     require((on_grid - values).abs() <= 128e-5 * step, "dequantize(codes) = grid.value(codes)")
     nearest = grid.value(grid.nearest(held))
