@@ -296,6 +296,10 @@ def transform(do: Callable[[Block], object]) -> dict[str, Any]:
             r"clips of shapes .. and .384. for .*layers.0.mlp.up_proj; .384. and .384, 1., or a",
         ),
         (
+            lambda block: block.weight("input_layernorm").fill_(torch.inf),
+            "layers.0.input_layernorm.weight: the methods make NaN or Inf of its values",
+        ),
+        (
             lambda block: block.weight("mlp.up").mul_(2),
             "'mlp.up': no module of block 0: did you mean mlp.up_proj",
         ),
@@ -312,6 +316,10 @@ def test_what_a_transform_notes_and_nothing_would_come_of_is_refused(
         qtool.quantize(make_model(), recipe=transform(do), out=tmp_path / "out")
 
 
+def biased(block: Block) -> None:
+    block.get("mlp.up_proj").bias = torch.nn.Parameter(torch.ones(384))
+
+
 def widened(block: Block) -> None:
     up = block.get("mlp.up_proj")
     up.weight = torch.nn.Parameter(up.weight[:, 1:])  # type: ignore[index]
@@ -326,6 +334,11 @@ def widened(block: Block) -> None:
             lambda _, block, batches: widened(block),
             r"mine: apply makes .*0.mlp.up_proj.weight of shape \[\d+, 127\]; \[\d+, 128\] is",
         ),
+        (
+            "apply",
+            lambda _, block, batches: biased(block),
+            r"mine: apply adds model.layers.0.mlp.up_proj.bias; the same tensors are expected",
+        ),
         ("learn", lambda *_: None, "mine: learn returns NoneType; dict is expected"),
         ("learn", lambda *_: {"x": 1.0}, "mine: learn returns float for 'x'; Tensor is expected"),
         ("embedding", lambda *_: None, "mine: embedding returns NoneType; Tensor is expected"),
@@ -334,6 +347,7 @@ def widened(block: Block) -> None:
             lambda _, rows: rows[:, 1:],
             r"mine: embedding makes a tensor .\d+, 127. of one .\d+, 128.; the same shape",
         ),
+        ("embedding", lambda _, rows: rows / 0, "mine: embedding makes a tensor with NaN or Inf"),
         ("head", lambda _, rows, norm: rows[1:], "mine: head makes a tensor"),
         ("final_norm", lambda _, norm: norm.gain, "mine: final_norm returns Tensor; Norm is"),
         (
@@ -946,6 +960,25 @@ def test_the_weight_errors_of_a_rounding_from_outside_are_shown(
     shown = {"weight_error": 0.25, "steps": None}.get(next(iter(notes), ""), 0.5)
     assert max(done.errors.values(), default=None) == shown
     assert ("largest relative error of a weight" in str(done)) == bool(shown)
+
+
+def test_the_weight_error_of_a_rounding_is_a_number(make_model: MakeModel, tmp_path: Path) -> None:
+    @dataclasses.dataclass
+    class Nearest(RoundToNearest):
+        name = "nearest"
+
+        def round(self, block, batches):  # type: ignore[no-untyped-def]
+            found = super().round(block, batches)
+            return {
+                name: dataclasses.replace(one, weight_error=torch.ones(()))
+                for name, one in found.items()
+            }
+
+    qtool.register_method(Nearest)
+    recipe = {"layers": [{"match": ".*", "scheme": "w8a8"}], "rounding": "nearest"}
+    said = r"nearest: round returns Tensor as the weight_error of self_attn.q_proj; a float or None"
+    with pytest.raises(QtoolError, match=said):
+        qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
 
 
 def test_what_the_same_lines_make_again_takes_the_place_of_the_first() -> None:

@@ -40,6 +40,7 @@ from qtool.pipeline.streaming.embedding_and_head import as_stored, embedded, tab
 from qtool.pipeline.streaming.method_checks import (
     apply,
     naming_too_large,
+    require_finite_parameters,
     require_packable,
     require_stored,
     running_method,
@@ -204,6 +205,7 @@ class BuiltBlocks:
             for n, p in block.parameters().items()
             if prefix + n in spec
         }
+        require_finite_parameters(stored)
         self._advance(block)
         stored |= {prefix + name: constant for name, constant in constants.items()}
         with phase("pack"):

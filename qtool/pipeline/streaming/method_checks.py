@@ -34,8 +34,10 @@ def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job
     """Let ``transform`` rewrite ``block`` in place.
 
     Raises:
-        QtoolError: the transform fails, returns something, or gives a tensor another shape.
+        QtoolError: the transform fails, returns something, gives a tensor another shape, or adds or
+            removes one.
     """
+    before = block.parameters().keys()
     with running_method(transform, "apply", block.index):
         returned = transform.apply(block, batches)  # type: ignore[func-returns-value]
     if returned is not None:
@@ -44,6 +46,12 @@ def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job
             " in place and to return None"
         )
     found = block.parameters()
+    for name in sorted(before ^ found.keys()):
+        does = "adds" if name in found else "removes"
+        raise QtoolError(
+            f"{transform.name}: apply {does} {job.full(block.index, name)}; the same tensors are"
+            " expected"
+        )
     for name, shape in job.block_shapes(block.index).items():
         if name in found and tuple(found[name].shape) != tuple(shape):
             raise QtoolError(
@@ -56,7 +64,7 @@ def rewritten(transform: Transform, function: str, tensor: Tensor, found: Tensor
     """``found``, in which ``function`` of ``transform`` rewrote ``tensor``.
 
     Raises:
-        QtoolError: it is no tensor of the same shape.
+        QtoolError: it is no tensor of the same shape, or holds NaN or Inf.
     """
     require_returned(transform, function, found, Tensor)
     if found.shape != tensor.shape:
@@ -64,7 +72,20 @@ def rewritten(transform: Transform, function: str, tensor: Tensor, found: Tensor
             f"{transform.name}: {function} makes a tensor {list(found.shape)} of one"
             f" {list(tensor.shape)}; the same shape is expected"
         )
+    if found is not tensor and not is_finite(found):
+        raise QtoolError(f"{transform.name}: {function} makes a tensor with NaN or Inf")
     return found
+
+
+def require_finite_parameters(stored: Mapping[str, Tensor]) -> None:
+    """Refuse NaN and Inf in ``stored``, tensors of a block after its methods by full name.
+
+    Raises:
+        QtoolError: names the tensor.
+    """
+    for name, tensor in stored.items():
+        if not is_finite(tensor):
+            raise QtoolError(f"{name}: the methods make NaN or Inf of its values")
 
 
 def require_stored(block: Block, job: Job) -> None:
@@ -149,6 +170,11 @@ def require_packable(
         if not isinstance(one, Rounded):
             raise QtoolError(
                 f"{rounding}: round returns {type(one).__name__} for {name}; a Rounded is expected"
+            )
+        if not is_of(one.weight_error, float | None):
+            raise QtoolError(
+                f"{rounding}: round returns {type(one.weight_error).__name__} as the weight_error"
+                f" of {name}; a float or None is expected"
             )
         codes = torch.empty(n, k, dtype=linear_format.scheme_object.code_dtype, device="meta")
         if not isinstance(one.params, Mapping):
