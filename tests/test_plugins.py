@@ -887,6 +887,56 @@ def test_what_an_export_format_returns_wrongly_is_named(
         qtool.export(native, "mine")
 
 
+class Packed(type(EXPORT_FORMATS["gptq"])):  # type: ignore[misc]
+    """The codes and parameters as they are, with the order in which an input is gathered."""
+
+    def takes_gathered(self, found: LinearFormat) -> bool:
+        return True
+
+    def tensors(self, linear_format: LinearFormat, codes: Any, params: Any) -> Any:
+        return {"codes": codes, **params}
+
+    def weight(self, linear_format: LinearFormat, tensors: Any, n: int, k: int) -> Any:
+        params = {"scale": tensors["scale"]}
+        weight = linear_format.scheme_object.dequantize(tensors["codes"], params)
+        order = tensors.get("permutation")
+        return weight if order is None else weight[:, order.argsort()]
+
+
+def test_an_export_may_store_the_order_of_gathered_inputs(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    qtool.register_export(Packed("packed", "packed", "as it is"))
+    recipe = transform(lambda block: block.permute("mlp.down_proj", torch.arange(384).flip(0)))
+    recipe["layers"] = [{"match": ".*", "scheme": "w4a16", "group_size": 64}]
+    TRANSFORMS["mine"].permutes = lambda *_: ("mlp.down_proj",)  # type: ignore[method-assign]
+    out = qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
+    assert not any(qtool.export(out, "packed").errors.values())
+
+
+def test_an_export_format_that_gives_other_tensors_than_it_says_is_refused(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    class Doubled(Packed):
+        def weight(self, linear_format: LinearFormat, tensors: Any, n: int, k: int) -> Any:
+            tensors["scale"].mul_(2)
+            return super().weight(linear_format, tensors, n, k)
+
+    class Halved(Packed):
+        def tensors(self, linear_format: LinearFormat, codes: Any, params: Any) -> Any:
+            scale = params["scale"]
+            return {"codes": codes, "scale": scale if scale.is_meta else scale.bfloat16()}
+
+    native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "w4a16")
+    for kind, said in (
+        (Doubled, "^doubled: weight changes the tensors that it is given$"),
+        (Halved, r"scale, torch.bfloat16 .*, was given where .*scale, torch.float.* was declared$"),
+    ):
+        qtool.register_export(kind(kind.__name__.lower(), "mine", "wrong"))
+        with pytest.raises(QtoolError, match=said):
+            qtool.export(native, kind.__name__.lower())
+
+
 def test_a_layout_a_family_a_method_a_format_and_a_kernel(
     make_model: MakeModel, tmp_path: Path
 ) -> None:

@@ -145,7 +145,10 @@ class _Export(Conversion):
             n, k = linear_shape(self.source, owner)
             found = self.formats[owner]
             codes = torch.empty(n, k, dtype=found.scheme_object.code_dtype, device="meta")
-            yield from self._linear(owner, codes, found.parameters(n, k))
+            params = found.parameters(n, k)
+            if f"{owner}.permutation" in self.source:
+                params["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
+            yield from self._linear(owner, codes, params)
         elif owner.endswith(SCALES):
             yield from self._kv(owner, "meta")
         else:
@@ -162,7 +165,7 @@ class _Export(Conversion):
                 stored = dict(self._linear(owner, codes, params))
             prefix = f"{self.family.disk_name(owner)}."
             parts = {part.removeprefix(prefix): tensor for part, tensor in stored.items()}
-            ours = linear.dequantize()
+            ours, before = linear.dequantize(), [tensor._version for tensor in parts.values()]
             theirs = self.target.weight(self.formats[owner], parts, *codes.shape)
             theirs = require_returned(self.target, "weight", theirs, Tensor)
             if theirs.shape != ours.shape:
@@ -170,6 +173,8 @@ class _Export(Conversion):
                     f"{owner}: {self.target.name} reads a weight of shape {list(theirs.shape)}"
                     f" from its tensors; {list(ours.shape)} is expected"
                 )
+            if before != [tensor._version for tensor in parts.values()]:
+                raise QtoolError(f"{self.target.name}: weight changes the tensors that it is given")
             norm = float(ours.norm().clamp(min=1e-30))
             # in place of ours: theirs may be one of the tensors that are written
             error = float(ours.sub_(theirs).norm()) / norm

@@ -127,7 +127,10 @@ class ExportFormat(ABC):
     def weight(
         self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
     ) -> Tensor:
-        """The float32 weight ``[n, k]`` that a loader of ``tensors`` computes with."""
+        """The float32 weight ``[n, k]`` that a loader of ``tensors`` computes with.
+
+        ``tensors`` are written after this, so they stay as they are.
+        """
 
     @abstractmethod
     def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:

@@ -318,6 +318,10 @@ def _header(specs: Mapping[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def _described(name: str, tensor: Tensor | None) -> str:
+    return "no tensor" if tensor is None else f"{name}, {tensor.dtype} {list(tensor.shape)},"
+
+
 def _pieces(
     path: Path, specs: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[memoryview]:
@@ -330,7 +334,8 @@ def _pieces(
         data = piece.detach().contiguous().cpu()
         if name != current or data.dtype != specs[name].dtype or data.nbytes > left:
             raise QtoolError(
-                f"{path.name}: {name} does not match the tensor {current!r} that was declared"
+                f"{path.name}: {_described(name, piece)} was given where"
+                f" {_described(current, specs.get(current))} was declared"
             )
         left -= data.nbytes
         yield data.reshape(-1).view(torch.uint8).numpy().data
