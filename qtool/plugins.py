@@ -12,6 +12,7 @@ points are loaded once, when anything is first looked up by name, so that a list
 """
 
 import contextlib
+import importlib
 import json
 import re
 import reprlib
@@ -52,7 +53,7 @@ def load() -> None:
         _called.add(entry)
         try:
             entry.load()()
-        except Exception as error:  # another package's code
+        except (Exception, SystemExit) as error:  # another package's code
             _loaded = False
             _called.remove(entry)
             raise QtoolError(
@@ -61,9 +62,10 @@ def load() -> None:
             ) from error
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The line where ``error`` left the code of others, in brackets."""
-    own = str(Path(__file__).parent), contextlib.__file__
+    loader = str(Path(importlib.__file__).parent), "<frozen importlib"
+    own = str(Path(__file__).parent), contextlib.__file__, *loader
     frames = [f for f in extract_tb(error.__traceback__) if not f.filename.startswith(own)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 

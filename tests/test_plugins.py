@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence  # noqa: F401  (named in a text)
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar  # noqa: F401  (named in a text)
 
@@ -183,6 +184,19 @@ def test_the_line_of_a_plugin_that_fails_is_named(monkeypatch: pytest.MonkeyPatc
     line = Entry.load.__code__.co_firstlineno + 2
     with pytest.raises(QtoolError, match=rf"matmul gives None.* \({__file__}, line {line}\)$"):
         recipes.load("w2a2")
+
+
+@pytest.mark.parametrize("module", ["def register(:", "x = 1", "raise SystemExit(3)"])
+def test_a_plugin_that_cannot_be_imported_is_named_and_not_what_imports_it(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unloadable.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = EntryPoint("unloadable", "unloadable:register", plugins.GROUP)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry])
+    with pytest.raises(QtoolError, match=r"'unloadable' .*cannot be loaded: \w+") as raised:
+        recipes.load("w2a2")
+    assert "importlib" not in str(raised.value)
 
 
 def test_what_a_plugin_adds_to_built_in_schemes_takes_part(
