@@ -38,6 +38,7 @@ from qtool.recipes.recipe import ADDED
 from qtool.runtime.dispatch import KERNELS, W8A8, Kernel
 from qtool.schemes import SCHEMES, Scheme
 from qtool.schemes.arithmetic.activation import Activation
+from qtool.schemes.qoq import QoQ
 from qtool.schemes.w4a16 import Marlin
 from qtool.schemes.w8a8 import SmoothQuant
 from qtool.serving.partition import cuts_inputs
@@ -744,6 +745,34 @@ def test_a_scheme_whose_functions_contradict_each_other_is_refused(
     with pytest.raises(CheckFailed, match=f"^wrong at group size 32: .*{said}"):
         qtool.register_scheme(scheme)
     assert "wrong" not in SCHEMES and "wrong" not in ADDED
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "said"),
+    [
+        (
+            "clip_bounds",
+            lambda self, params: QoQ.clip_bounds(self, params).movedim(0, 2),
+            r"clip_bounds gives torch.float32 .5, 1, 2.; torch.float32 .2, 5, 1. is expected",
+        ),
+        (
+            "with_clip_bounds",
+            lambda self, params, bounds: QoQ.with_clip_bounds(self, params, bounds - 3),
+            "with_clip_bounds is the inverse of clip_bounds broken at",
+        ),
+        (
+            "with_clip_bounds",
+            lambda self, params, bounds: params | {"zero": params["zero"].float()},
+            r"with_clip_bounds, for zero, gives torch.float32 .5.; torch.uint8 .5. is expected",
+        ),
+    ],
+)
+def test_bounds_of_zero_points_that_contradict_each_other_are_refused(
+    function: str, wrong: Any, said: str
+) -> None:
+    scheme = type("Wrong", (QoQ,), {"name": "wrong", function: wrong})
+    with pytest.raises(CheckFailed, match=f"^wrong at group size channel: .*{said}"):
+        qtool.register_scheme(scheme)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ Of a weight W with its parameters and codes Q, a group's step s and what grid ha
     |dequantize(Q) - grid.value(Q)| <= 128e-5 s
     |dequantize(Q) - W| <= |grid.value(grid.nearest(W)) - W| + 0.501 s
 
-Rounding twice may miss the nearest code, by no more than half a step. Of inputs X with outputs Y:
+Rounding twice may miss the nearest code, by no more than half a step. Where there are zero points,
+``with_clip_bounds(params, clip_bounds(params))`` gives the same values. Of inputs X with outputs Y:
 
     |matmul(X) - fake_activation(X) dequantize(Q)^T| <= 1e-4 max |Y|
 """
@@ -87,7 +88,23 @@ def require_sound(scheme: Scheme, weight: Tensor) -> None:
     nearest = grid.value(grid.nearest(held))
     excess = (values.double() - held).abs() - (nearest.double() - held).abs()
     require(excess <= 0.501 * step, "round_groups gives codes as near as grid.nearest")
+    _require_inverse(scheme, codes, params)
     _require_product(scheme, codes, params)
+
+
+def _require_inverse(scheme: Scheme, codes: Tensor, params: Params) -> None:
+    """Hold ``with_clip_bounds`` of ``scheme`` against its inverse, if it has them."""
+    bounds, step = scheme.clip_bounds(params), scheme.grid(params).step
+    if bounds is None:
+        return
+    _require_like("clip_bounds", bounds, torch.stack([step, step]))
+    again = scheme.with_clip_bounds(params, bounds)
+    require_returned(scheme, "with_clip_bounds", again, dict[str, Tensor])
+    for name, param in params.items():
+        _require_like(f"with_clip_bounds, for {name},", again.get(name), param)
+    values, same = (scheme.groups(scheme.dequantize(codes, p)) for p in (params, again))
+    near = (same - values).abs() <= 128e-5 * step[..., None]
+    require(near, "with_clip_bounds is the inverse of clip_bounds")
 
 
 def _require_product(scheme: Scheme, codes: Tensor, params: Params) -> None:
