@@ -5,7 +5,7 @@ Call these from the function that an entry point of the group ``qtool.plugins`` 
 """
 
 from abc import ABCMeta
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,13 +126,22 @@ def register_kernel(scheme: str, layout: str, kernel: "Kernel") -> None:
     """Let ``kernel`` multiply weights of ``scheme`` in ``layout``, after the existing kernels.
 
     Raises:
-        QtoolError: it is no kernel, or there is no such scheme or layout.
+        QtoolError: it is no kernel, what it states is of another type, or there is no such scheme
+            or layout.
     """
     from qtool.layouts import LAYOUTS
     from qtool.runtime.dispatch import KERNELS, Kernel
     from qtool.schemes import SCHEMES
 
     _require_instance(kernel, Kernel)
+    # the other attributes have defaults, and types that load with the kernels
+    kinds = {
+        "name": str,
+        "precision": str,
+        "capabilities": frozenset[tuple[int, int]],
+        "multiply": Callable,
+    }
+    plugins.require_kinds(kernel, f"kernel {kernel.name}", kinds)
     plugins.find(SCHEMES, scheme, "scheme")
     plugins.find(LAYOUTS, layout, "layout")
     there = KERNELS.get((scheme, layout), ())

@@ -1022,6 +1022,9 @@ def test_a_layout_a_family_a_method_a_format_and_a_kernel(
     qtool.register_kernel("w8a8", "column-major-8", W8A8)
     qtool.register_kernel("w8a8", "column-major-8", W8A8)
     assert KERNELS["w8a8", "column-major-8"] == (W8A8,)
+    for wrong in ({"capabilities": (9, 0)}, {"multiply": None}):
+        with pytest.raises(QtoolError, match=rf"kernel {W8A8.name}: {next(iter(wrong))} is "):
+            qtool.register_kernel("w8a8", "row-major-8", dataclasses.replace(W8A8, **wrong))
     with pytest.raises(QtoolError, match="unknown scheme 'w8a9': did you mean w8a8"):
         qtool.register_kernel("w8a9", "row-major-8", W8A8)
     with pytest.raises(QtoolError, match="unknown layout 'column-majr-8': did you mean column-maj"):
