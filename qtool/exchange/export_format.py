@@ -110,7 +110,10 @@ class ExportFormat(ABC):
         return found.group_size is None
 
     def activations(self, scheme: str) -> str:
-        """The activations under which a loader runs the weights of ``scheme``."""
+        """The activations under which a loader runs the weights of ``scheme``.
+
+        A text such as :data:`TOKEN_INT8`; an export notes where :func:`native_activations` differs.
+        """
         return SIXTEEN_BIT
 
     @abstractmethod

@@ -45,12 +45,15 @@ FIRST_CHANNELS = 8
 
 
 class KVQuantizer(ABC):
-    """Codes and parameters of keys or values; ``tokens`` of them are quantized together."""
+    """Codes and parameters of keys or values."""
 
+    #: its name in recipes, in checkpoints and for ``--kv``
     name: ClassVar[str]
+    #: bits of a code; codes of 4 bits are packed two a byte, so that D must be even
     bits: ClassVar[int]
     #: whether its scales are constants of the model, from calibration
     static: ClassVar[bool] = False
+    #: tokens that are quantized together; a cache keeps fewer in 16 bits
     tokens: int = 1
 
     @abstractmethod
