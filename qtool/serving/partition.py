@@ -77,7 +77,8 @@ def require_shares(
             linear_format.require(name, rows, k)
         except QtoolError as error:
             raise QtoolError(
-                f"{error}; this is one rank's share: use a smaller tensor-parallel size"
+                f"{error}; this is one rank's share: use a smaller tensor-parallel size, or "
+                "another layout"
             ) from error
     if ranks == 1:
         return
