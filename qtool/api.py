@@ -241,7 +241,7 @@ def sensitivity(
     recipe: str = "best",
     calibration: CalibrationData | None = None,
     data_dir: str | Path | None = None,
-    samples: int | None = 8,
+    samples: int | None = None,
     seqlen: int = 512,
     seed: int = 0,
     device: str | torch.device = "cpu",
@@ -262,7 +262,7 @@ def sensitivity(
             whose methods are written.
         calibration: as :func:`quantize` takes it; the divergence is measured on its windows.
         data_dir: directory with local copies of corpora.
-        samples: number of calibration windows.
+        samples: number of calibration windows, by default as ``calibration`` says, or 8.
         seqlen: tokens per window.
         seed: seed of the choice of windows.
         device: where the model runs.

@@ -11,7 +11,12 @@ import click
 from click.shell_completion import CompletionItem
 
 from qtool import progress
-from qtool.data.defaults import CALIBRATION_SEQLEN, EVALUATION_SEQLEN, SAMPLES
+from qtool.data.defaults import (
+    CALIBRATION_SEQLEN,
+    EVALUATION_SEQLEN,
+    SAMPLES,
+    SENSITIVITY_SAMPLES,
+)
 from qtool.errors import QtoolError, require_new_path
 from qtool.recipes import VARIANTS
 
@@ -294,7 +299,11 @@ SENSITIVITY = _options(
     ),
     CALIB,
     DATA_DIR,
-    click.option("--samples", type=POSITIVE, default=8, show_default=True, help="Windows."),
+    click.option(
+        "--samples",
+        type=POSITIVE,
+        help=f"Windows. Default: as --calib says, or {SENSITIVITY_SAMPLES}.",
+    ),
     seqlen(512),
     SEED,
     DEVICE,

@@ -71,8 +71,10 @@ def parse_mix(
     return parts
 
 
-def count_windows(given: "CalibrationMix | None", samples: int | None) -> int:
-    """The number of windows that ``given`` asks for; its data is not read.
+def count_windows(
+    given: "CalibrationMix | None", samples: int | None, default: int = SAMPLES
+) -> int:
+    """The number of windows that ``given`` asks for, or ``default``; its data is not read.
 
     Raises:
         QtoolError: as :func:`require_data` does; or a number of windows is below one, only some
@@ -81,7 +83,7 @@ def count_windows(given: "CalibrationMix | None", samples: int | None) -> int:
     parts = _split(given)
     for data, _ in parts if given is not None else ():
         require_data(data)
-    return sum(_shares(parts, samples))
+    return sum(_shares(parts, samples, default))
 
 
 def interleave(parts: Sequence[Tensor]) -> Tensor:
@@ -143,11 +145,11 @@ def _is_one(name: str) -> bool:
     return name in corpora.SOURCES or os.path.isfile(expand_home(name))
 
 
-def _shares(parts: _Numbered, samples: int | None) -> list[int]:
-    """The number of windows of each part."""
+def _shares(parts: _Numbered, samples: int | None, default: int = SAMPLES) -> list[int]:
+    """The number of windows of each part; ``default`` of all if none is given."""
     numbers = [number for _, number in parts if number is not None]
     if not numbers:
-        whole, count = SAMPLES if samples is None else samples, len(parts)
+        whole, count = default if samples is None else samples, len(parts)
         if whole < count:
             raise QtoolError(
                 f"--samples {whole}: the calibration data has {count} part{'s' * (count != 1)}"

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from qtool import recipes
-from qtool.data.mix import CalibrationMix
+from qtool.data.defaults import SENSITIVITY_SAMPLES
+from qtool.data.mix import CalibrationMix, count_windows
 from qtool.errors import QtoolError, in_one_line, require_positive, suggest
 from qtool.io.check_source import require_tied
 from qtool.io.safetensors import write_json, write_text
@@ -59,6 +60,7 @@ def write_recipe(
     require_positive("--budget-bits", budget_bits)
     facts_file = out.with_suffix(".json")
     _require_writable(out, facts_file)
+    samples = count_windows(text, options.samples, SENSITIVITY_SAMPLES)
     if recipe not in recipes.VARIANTS:
         raise QtoolError(f"--recipe {recipe!r}: {suggest(recipe, recipes.VARIANTS)}")
     first = next(filter(None, recipes_of(choices).values()))
@@ -70,7 +72,7 @@ def write_recipe(
         source,
         replace(job, recipe=replace(job.recipe, windows=GIVEN)),
         default_text(directory) if text is None else text,
-        options,
+        replace(options, samples=samples),
         device,
     ).drawn
     _require_memory(job, windows.tokens)

@@ -182,6 +182,18 @@ def test_the_command_prints_the_curve(make_model: MakeModel, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("calibration", "windows"), [(torch.arange(320).view(10, 32), 8), ([(IDS, 2), (IDS + 1, 1)], 3)]
+)
+def test_a_mix_has_its_own_numbers_of_windows(
+    calibration: Any, windows: int, make_model: MakeModel, tmp_path: Path
+) -> None:
+    given = {"calibration": calibration, "seqlen": 32, "recipe": "fast"}
+    qtool.sensitivity(make_model(), CHOICES, 6.0, tmp_path / "mixed.yaml", **given)
+    measured_on = json.loads((tmp_path / "mixed.json").read_text())["calibration"]
+    assert measured_on["samples"] == windows
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_each_choice_fits_by_its_own_group_size(
     first: int, make_model: MakeModel, tmp_path: Path
