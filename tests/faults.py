@@ -1517,6 +1517,18 @@ FAULTS = [
         ),
         (
             "qtool/eval/compare.py",
+            "changes = batch_means(changes)",
+            "pass",
+            "tests/eval/test_evaluate.py",
+        ),
+        (
+            "qtool/eval/results.py",
+            "r = 1 / freedom if freedom else 0.0",
+            "r = 0.0",
+            "tests/eval/test_evaluate.py",
+        ),
+        (
+            "qtool/eval/compare.py",
             "math.hypot(new.stderr, old.stderr)",
             "new.stderr + old.stderr",
             "tests/eval/test_evaluate.py",

@@ -3,9 +3,9 @@
 A perplexity's change is the rise of log-perplexity in nats a token; on text sampled from the
 baseline itself it is the KL divergence to the baseline. The change of any other metric is the
 difference. If both models saw the same items (windows or questions), the standard error is that of
-the mean difference over items, so that items that are hard for both do not count. Otherwise, or if
-the metric is no mean over items, the errors of both are combined, sqrt(a^2 + b^2), and the change
-is marked as unpaired.
+the mean difference over items, so that items that are hard for both do not count; windows are taken
+in runs (:func:`~qtool.eval.results.batch_means`). Otherwise, or if the metric is no mean over
+items, the errors of both are combined, sqrt(a^2 + b^2), and the change is marked as unpaired.
 """
 
 import json
@@ -13,7 +13,15 @@ import math
 from dataclasses import asdict, dataclass
 
 from qtool.errors import QtoolError
-from qtool.eval.results import INTERVAL, Metric, Results, TaskResult, json_safe, standard_error
+from qtool.eval.results import (
+    Metric,
+    Results,
+    TaskResult,
+    batch_means,
+    half_width,
+    json_safe,
+    standard_error,
+)
 from qtool.table import decimal, render
 
 #: details that must be equal for two perplexities to be compared; token_ids depend on the tokenizer
@@ -33,6 +41,7 @@ class Delta:
         stderr: the standard error of ``change``; None if it is unknown.
         is_log: the metric is a perplexity, or another metric that is a logarithm.
         paired: ``stderr`` is the standard error of the differences item by item.
+        freedom: degrees of freedom of ``stderr``; 0 if they are unknown.
     """
 
     task: str
@@ -43,6 +52,7 @@ class Delta:
     stderr: float | None
     is_log: bool
     paired: bool
+    freedom: int = 0
 
     @property
     def ratio(self) -> float:
@@ -54,7 +64,7 @@ class Delta:
     @property
     def interval(self) -> float | None:
         """The half-width of the 95 % interval of ``change``."""
-        return None if self.stderr is None else INTERVAL * self.stderr
+        return half_width(self.stderr, self.freedom)
 
 
 def compare(results: Results, baseline: Results) -> list[Delta]:
@@ -82,11 +92,21 @@ def _delta(result: TaskResult, base: TaskResult, metric: str) -> Delta:
     if result.kind == "perplexity":
         change = (result.details["nll"] - base.details["nll"]) / result.details["tokens"]
     changes = item_changes(result, base, metric)
-    stderr = standard_error(changes)
+    if result.kind == "perplexity":
+        changes = batch_means(changes)
+    stderr, freedom = standard_error(changes), max(0, len(changes) - 1)
     if not changes and new.stderr is not None and old.stderr is not None:
-        stderr = math.hypot(new.stderr, old.stderr)
+        stderr, freedom = math.hypot(new.stderr, old.stderr), min(new.freedom, old.freedom)
     return Delta(
-        result.task, metric, new.value, old.value, change, stderr, is_log, paired=bool(changes)
+        result.task,
+        metric,
+        new.value,
+        old.value,
+        change,
+        stderr,
+        is_log,
+        paired=bool(changes),
+        freedom=freedom,
     )
 
 
@@ -148,7 +168,7 @@ def _plus_minus(interval: float | None) -> str:
 def as_json(results: Results, baseline: Results | None = None) -> str:
     """The results, and with ``baseline`` its results and the changes, as strict JSON.
 
-    Every ``stderr`` is one standard error.
+    Every ``stderr`` is one standard error, of ``freedom`` degrees.
     """
     found = json.loads(results.to_json())
     if baseline:

@@ -21,7 +21,7 @@ from qtool.errors import QtoolError, expand_home, require_count
 from qtool.eval.engine import Model, engine_name
 from qtool.eval.local_tasks import require_no_task
 from qtool.eval.perplexity import perplexity
-from qtool.eval.results import Metric, Results, TaskResult
+from qtool.eval.results import Metric, Results, TaskResult, batch_means
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,8 @@ def _perplexity(
         "window_nll": found.window_nll,
         "token_ids": found.token_ids,
     }
-    metric = Metric(found.perplexity, found.stderr, higher_is_better=False)
+    freedom = len(batch_means(found.window_nll)) - 1
+    metric = Metric(found.perplexity, found.stderr, higher_is_better=False, freedom=freedom)
     return [
         TaskResult(
             corpus.name,

@@ -57,7 +57,7 @@ def metrics_and_items(
             value = _mean(found) if found else _log(value)
             stderr, higher = standard_error(found), False
         label = LOGARITHMS.get(metric, metric) + ("" if filtered == "none" else f",{filtered}")
-        metrics[label] = Metric(value, stderr, higher)
+        metrics[label] = Metric(value, stderr, higher, max(0, len(logged) - 1))
         if found and math.isclose(_mean(found), value, rel_tol=1e-9, abs_tol=1e-12):
             items[label] = found
     return metrics, items

@@ -29,7 +29,7 @@ from qtool.data.defaults import EVALUATION_SEQLEN
 from qtool.errors import QtoolError
 from qtool.eval.deterministic import arithmetic
 from qtool.eval.engine import Engine, Model
-from qtool.eval.results import standard_error
+from qtool.eval.results import batch_means, standard_error
 from qtool.models.architecture import context_length
 from qtool.models.auto import running, text_model
 
@@ -67,8 +67,8 @@ class Perplexity:
 
     @property
     def log_stderr(self) -> float | None:
-        """Standard error of :attr:`log_perplexity` over windows, nats; None for a single window."""
-        return standard_error(self.window_nll)
+        """Standard error of :attr:`log_perplexity` over runs of windows, nats; None for one."""
+        return standard_error(batch_means(self.window_nll))
 
     @property
     def stderr(self) -> float | None:

@@ -12,7 +12,7 @@ import torch
 from qtool.errors import QtoolError
 from qtool.eval.compare import compare, table
 from qtool.eval.evaluate import evaluate, load_tasks
-from qtool.eval.results import Metric, Results, TaskResult, from_json
+from qtool.eval.results import Metric, Results, TaskResult, batch_means, from_json
 
 from .conftest import make_model
 
@@ -92,7 +92,9 @@ def test_perplexity_rise_is_paired_over_windows(results, worse):
     )
     assert delta.change == pytest.approx(rises.mean().item(), rel=1e-4)
     assert delta.change == pytest.approx(math.log(delta.ratio), rel=1e-6)
-    assert delta.stderr == pytest.approx(rises.std().item() / math.sqrt(11), rel=1e-3)
+    runs = torch.stack([run.mean() for run in rises.split([4, 4, 3])])
+    assert delta.stderr == pytest.approx(runs.std().item() / math.sqrt(3), rel=1e-3)
+    assert delta.freedom == 2
     assert delta.change > 0
 
 
@@ -107,9 +109,25 @@ def test_accuracies_are_paired_over_the_questions_that_both_answered(results):
     [delta] = compare(mine, other)
     assert delta.paired and delta.change == -0.25
     assert delta.stderr == pytest.approx(torch.tensor([0.0, -1, 0, 0]).std().item() / 2)
-    assert delta.interval == pytest.approx(1.96 * delta.stderr)
+    assert delta.interval == pytest.approx(3.182 * delta.stderr, rel=3e-3)
     assert compare(mine, mine)[0].stderr == 0
     assert all(delta.paired for delta in compare(results, results))
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (9, 2.262), (30, 2.042), (0, 1.960)],
+)
+def test_an_interval_is_wider_the_fewer_items_there_are(freedom, quantile):
+    assert Metric(0.5, 2.0, True, freedom).interval == pytest.approx(2 * quantile, rel=3e-3)
+
+
+def test_the_error_of_windows_that_are_alike_is_that_of_their_runs():
+    """Each value of independent ones is repeated: no repetition makes their mean surer."""
+    independent = torch.randn(16, generator=torch.Generator().manual_seed(0)).tolist()
+    windows = [value for value in independent for _ in range(16)]
+    assert batch_means(windows) == pytest.approx(independent)
+    assert [len(batch_means(windows[:n])) for n in (0, 1, 2, 3, 9)] == [1, 1, 2, 2, 3]
 
 
 def test_errors_of_other_questions_combine():
