@@ -151,6 +151,19 @@ def test_a_rule_that_changes_nothing_is_refused(rules: list[object], message: st
         assert "roles q_proj, k_proj" in str(refused.value)
 
 
+def test_a_role_among_others_that_no_linear_has_is_refused() -> None:
+    rules = [{"roles": ["v_proj", "mlp.down_proj", "dwn_proj"], "scheme": "w8a8"}, RULES[-1]]
+    with pytest.raises(QtoolError, match=r"rule 1 .*is called dwn_proj; did you mean down_proj\?"):
+        Job.of(CONFIG, recipes.parse({"layers": rules}, "mine"))
+
+
+@pytest.mark.parametrize("key", ["group_size", "layout"])
+def test_a_rule_for_16_bits_says_nothing_of_codes(key: str) -> None:
+    rule = {"match": ".*", "scheme": None, key: {"group_size": 64, "layout": "marlin"}[key]}
+    with pytest.raises(QtoolError, match=f"scheme null .* 16 bits, found {key}"):
+        recipes.parse({"layers": [rule]}, "mine")
+
+
 def test_linears_that_no_rule_matches_are_named() -> None:
     def notes(*rules: object) -> tuple[str, ...]:
         return Job.of(CONFIG, recipes.parse({"layers": list(rules)}, "mine")).notes

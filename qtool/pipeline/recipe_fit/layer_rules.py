@@ -1,4 +1,4 @@
-"""Checks that each layer rule of a recipe matches a linear; names linears that no rule matches.
+"""Checks that layer rules and their roles match linears; names linears that no rule matches.
 
 Otherwise a misspelt role would silently leave its layers in 16 bits.
 """
@@ -6,7 +6,7 @@ Otherwise a misspelt role would silently leave its layers in 16 bits.
 import re
 from collections.abc import Iterable
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, suggest
 from qtool.recipes import Recipe
 
 
@@ -30,22 +30,23 @@ def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
         example: one of these names.
 
     Raises:
-        QtoolError: names a rule that matches no linear, or only linears that earlier rules match.
+        QtoolError: names a rule that matches no linear, or only linears that earlier rules match,
+            or a role that no linear has.
     """
     if recipe.built_in:  # built-in rules name the linears of every family
         return
     rules = [re.compile(rule.match) for rule in recipe.layers]
     unused, shadowed = dict.fromkeys(range(len(rules))), dict.fromkeys(range(len(rules)))
-    roles: dict[str, None] = {}
+    names = list(names)
+    roles = dict.fromkeys(name.rpartition(".")[2] for name in names)
     for name in names:
-        roles[name.rpartition(".")[2]] = None
         matching = [number for number, rule in enumerate(rules) if rule.search(name)]
         for number in matching:
             unused.pop(number, None)
         if matching:
             shadowed.pop(matching[0], None)
         if not shadowed:
-            return
+            break
     for number in shadowed:
         rule = f"layer rule {number + 1} ({recipe.layers[number]})"
         if number in unused:
@@ -58,3 +59,10 @@ def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
             f"{recipe.scheme}: {rule} never holds: earlier rules match every linear that it does; "
             "put it before them or leave it out"
         )
+    for number, layer in enumerate(recipe.layers, 1):
+        for role in layer.roles:
+            if not any(name.endswith(f".{role}") for name in names):
+                raise QtoolError(
+                    f"{recipe.scheme}: layer rule {number} ({layer}): no linear that may be "
+                    f"quantized is called {role}; {suggest(role, roles)}"
+                )
