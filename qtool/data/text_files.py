@@ -11,7 +11,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -178,7 +178,10 @@ def _parquet(path: Path) -> Iterator[Row]:
                 raise QtoolError(
                     f'{path} has the columns {", ".join(names)}, expected "text" or "messages"'
                 )
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                yield from (content_of(row, str(path)) for row in batch.to_pylist())
+            batches = file.iter_batches(batch_size=1024, columns=columns)
+            found = chain.from_iterable(batch.to_pylist() for batch in batches)
+            yield from (
+                content_of(row, f"{path} row {number}") for number, row in enumerate(found, 1)
+            )
     except pyarrow.ArrowException as error:
         raise QtoolError(f"{path} is not a parquet file: {error}") from None

@@ -168,6 +168,13 @@ def test_a_parquet_column_of_another_type(tmp_path, column, row, kind):
         corpora.load(str(tmp_path / "b.parquet"), split="train")
 
 
+def test_the_row_of_a_parquet_file_that_has_no_text_is_named(tmp_path):
+    rows = ["x"] * 1024 + ["y", None]  # more than are read at once
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "b.parquet")
+    with pytest.raises(QtoolError, match=r"b\.parquet row 1026 has \"text\" of type NoneType"):
+        corpora.load(str(tmp_path / "b.parquet"), split="train")
+
+
 def test_bad_parquet_column_and_directory(tmp_path, monkeypatch):
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "b.parquet")
     with pytest.raises(QtoolError, match="has the columns body"):
