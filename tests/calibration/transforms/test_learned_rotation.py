@@ -88,6 +88,13 @@ def test_the_gradient_of_several_matrices_is_that_of_each() -> None:
     torch.testing.assert_close(gradient(x, q.detach(), GROUP), q.grad)
 
 
+def test_the_start_stays_as_it_is() -> None:
+    begin = start().float()
+    before = begin.clone()
+    found = learn([grouped(rows(20))], begin, 2)
+    assert torch.equal(begin, before) and not torch.allclose(found.float(), begin, atol=1e-3)
+
+
 def test_threads_may_use_a_matrix_on_several_devices_at_once() -> None:
     """The thread that writes turns a final norm's bias on the CPU, while blocks turn on a GPU."""
 
