@@ -16,15 +16,15 @@ import importlib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import is_dataclass
 from importlib.metadata import EntryPoint, entry_points
-from inspect import formatannotation, getmembers, isfunction
+from inspect import formatannotation, getmembers
 from os import PathLike
 from pathlib import Path
 from traceback import extract_tb, walk_tb
 from types import SimpleNamespace, UnionType
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from qtool.errors import QtoolError, in_one_line, require_known, require_text, suggest
 
@@ -155,16 +155,6 @@ def _made_of(value: Any, *, whole: bool = True) -> Any:
     return value
 
 
-def require_attributes(given: Any, name: str, attributes: Iterable[str]) -> None:
-    """Refuse ``given``, which users call ``name``, if it lacks one of ``attributes``.
-
-    Raises:
-        QtoolError: naming those that it lacks.
-    """
-    if missing := [attribute for attribute in attributes if not hasattr(given, attribute)]:
-        raise QtoolError(f"{name} has no {', '.join(missing)}")
-
-
 def require_kinds(given: Any, name: str, kinds: Mapping[str, Any]) -> None:
     """Refuse ``given``, which users call ``name``, if an attribute is not of its declared type.
 
@@ -193,21 +183,10 @@ def require_keywords(options: Mapping[str, Any], declared: type) -> None:
     require_kinds(given, "options", {name: kinds[name] for name in options})
 
 
-def constants(kind: type) -> dict[str, Any]:
-    """The types of the attributes that the class ``kind`` declares, by name."""
-    declared = get_type_hints(kind).items()
-    return {name: get_args(t)[0] if get_origin(t) is ClassVar else t for name, t in declared}
-
-
-def require_functions(given: Any, name: str, base: type) -> None:
-    """Refuse ``given``, which users call ``name``, if what is a function in ``base`` is none in it.
-
-    Raises:
-        QtoolError: naming the attribute and its value.
-    """
-    for attribute, _ in getmembers(base, isfunction):
-        if not callable(value := getattr(given, attribute)):
-            raise QtoolError(f"{name}.{attribute} is {reprlib.repr(value)}; a function is expected")
+def properties(base: type) -> dict[str, Any]:
+    """The types of the properties that the class ``base`` declares, by name."""
+    found = getmembers(base, lambda member: isinstance(member, property))
+    return {name: get_type_hints(member.fget)["return"] for name, member in found}
 
 
 def is_of(value: Any, kind: Any) -> bool:

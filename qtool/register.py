@@ -4,11 +4,11 @@ Call these from the function that an entry point of the group ``qtool.plugins`` 
 (:mod:`qtool.plugins`), or before the first use in a script. Names that are taken are refused.
 """
 
-from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from inspect import getmembers, isfunction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, get_args, get_origin, get_type_hints
 
 from qtool import plugins, recipes
 from qtool.errors import QtoolError, checking
@@ -45,9 +45,22 @@ def register_scheme(
     from qtool.schemes import SCHEMES, Scheme
     from qtool.schemes.protocol import probe, require_sound
 
-    facts = ("name", "code_bits", "signed", "group_sizes", "default_group_size")
-    _require(scheme, (Scheme,), facts)
-    _require_facts(scheme)
+    _require_subclass(scheme, Scheme)
+    _require_declared(scheme, Scheme)
+    if not 1 <= scheme.code_bits <= 8:
+        raise _unexpected(scheme, "code_bits", "a whole number of 1 to 8")
+    if (default := scheme.default_group_size) not in scheme.group_sizes:
+        raise _unexpected(
+            scheme, "group_sizes", f"a tuple that holds default_group_size, {default!r},"
+        )
+    bounds = "clip_bounds", "with_clip_bounds"
+    if len(own := _overridden(scheme, Scheme, *bounds)) == 1:
+        raise QtoolError(
+            f"{scheme.__name__} defines {own[0]} alone; one is the inverse of the other:"
+            f" {', '.join(bounds)}"
+        )
+    for size in scheme.group_sizes:
+        _require_declared(scheme(size), Scheme)
     if recipe is None and scheme.code_bits not in (4, 8):
         raise QtoolError(
             f"scheme {scheme.name!r} has {scheme.code_bits}-bit codes, the row-major layouts hold"
@@ -95,16 +108,11 @@ def register_layout(layout: "Layout") -> None:
     from qtool.models.torch_defaults import torch_defaults
 
     _require_instance(layout, Layout)
-    kind = type(layout).__name__
-    plugins.require_attributes(layout, kind, ("name", "bits", "tile", "tensors"))
-    plugins.require_functions(layout, kind, Layout)
-    plugins.require_kinds(layout, kind, plugins.constants(Layout))
+    _require_declared(layout, Layout)
     if not 1 <= layout.bits <= 8:
-        raise QtoolError(f"{kind}.bits is {layout.bits!r}; a whole number of 1 to 8 is expected")
+        raise _unexpected(layout, "bits", "a whole number of 1 to 8")
     if min(layout.tile) < 1:
-        raise QtoolError(
-            f"{kind}.tile is {layout.tile!r}; a pair of positive whole numbers is expected"
-        )
+        raise _unexpected(layout, "tile", "a pair of positive whole numbers")
     if CODES not in layout.tensors:
         raise QtoolError(
             f"layout {layout.name!r} has no tensor {CODES}, by which packed linears are found"
@@ -171,19 +179,14 @@ def register_method(method: "type[Transform] | type[Rounding]") -> None:
     from qtool.calibration.method import Rounding, Transform
     from qtool.calibration.options import require_options
 
-    _require(method, (Transform, Rounding), ("name", "needs_data"))
-    kinds = plugins.constants(Transform if issubclass(method, Transform) else Rounding)
-    plugins.require_kinds(method, method.__name__, kinds)
+    _require_subclass(method, Transform, Rounding)
+    _require_declared(method, Transform if issubclass(method, Transform) else Rounding)
     require_options(method)
     if issubclass(method, Transform):
-        own = {
-            name
-            for name in ("embedding", "head")
-            if getattr(method, name) is not getattr(Transform, name)
-        }
-        if own and method.rewrites_embedding is Transform.rewrites_embedding:
+        own = _overridden(method, Transform, "embedding", "head")
+        if own and not _overridden(method, Transform, "rewrites_embedding"):
             raise QtoolError(
-                f"{method.__name__} defines {' and '.join(sorted(own))}, but not"
+                f"{method.__name__} defines {' and '.join(own)}, but not"
                 " rewrites_embedding, by which a head that is tied to the embedding is stored apart"
             )
         plugins.add(TRANSFORMS, method.name, method, "transform")
@@ -195,11 +198,15 @@ def register_export(target: "ExportFormat") -> None:
     """Let ``export --format NAME`` write ``target``.
 
     Raises:
-        QtoolError: the name is taken.
+        QtoolError: it is no export format, lacks an attribute or has one of another type, or the
+            name is taken.
     """
-    from qtool.exchange import export_formats
+    from qtool.exchange.export_format import ExportFormat
+    from qtool.exchange.export_formats import EXPORT_FORMATS
 
-    export_formats.register_export(target)
+    _require_instance(target, ExportFormat)
+    _require_declared(target, ExportFormat)
+    plugins.add(EXPORT_FORMATS, target.name, target, "format")
 
 
 def _require_instance(given: Any, kind: type) -> None:
@@ -207,45 +214,44 @@ def _require_instance(given: Any, kind: type) -> None:
         raise QtoolError(f"{given!r} is no instance of {kind.__name__}")
 
 
-def _require_facts(scheme: "type[Scheme]") -> None:
-    """Refuse a scheme whose attributes are not of the types that the protocol declares."""
-    from qtool.schemes import Scheme
-    from qtool.schemes.arithmetic.activation import Activation
-
-    name, bits, sizes = scheme.__name__, scheme.code_bits, scheme.group_sizes
-    kinds = plugins.constants(Scheme)
-    del kinds["activation"]  # it may follow the group size
-    plugins.require_kinds(scheme, name, kinds)
-    if not 1 <= bits <= 8:
-        raise QtoolError(f"{name}.code_bits is {bits!r}; a whole number of 1 to 8 is expected")
-    if scheme.default_group_size not in sizes:
-        raise QtoolError(
-            f"{name}.group_sizes is {sizes!r}; a tuple that holds default_group_size,"
-            f" {scheme.default_group_size!r}, is expected"
-        )
-    bounds = ("clip_bounds", "with_clip_bounds")
-    own = [one for one in bounds if getattr(scheme, one) is not getattr(Scheme, one)]
-    if len(own) == 1:
-        raise QtoolError(
-            f"{name} defines {own[0]} alone; one is the inverse of the other: {', '.join(bounds)}"
-        )
-    for size in sizes:
-        activation = getattr(scheme(size), "activation", None)
-        if not isinstance(activation, Activation):
-            raise QtoolError(f"{name}.activation is {activation!r}; an Activation is expected")
-
-
-def _require(given: Any, bases: tuple[type, ...], attributes: tuple[str, ...]) -> None:
-    """Refuse ``given`` if it is no class of ``bases``, lacks ``attributes``, or is abstract."""
+def _require_subclass(given: Any, *bases: type) -> None:
     if not (isinstance(given, type) and issubclass(given, bases)):
         kinds = " or ".join(base.__name__ for base in bases)
         raise QtoolError(f"{given!r} is no subclass of {kinds}")
-    plugins.require_attributes(given, given.__name__, attributes)
-    if isinstance(given, ABCMeta) and given.__abstractmethods__:
-        functions = ", ".join(sorted(given.__abstractmethods__))
-        raise QtoolError(f"{given.__name__} does not define {functions}")
-    base = next(base for base in bases if issubclass(given, base))
-    plugins.require_functions(given, given.__name__, base)
+
+
+def _require_declared(given: Any, base: type) -> None:
+    """Check that ``given``, a class or an object, has what its ``base`` declares.
+
+    These are the functions and the annotated attributes, of a class the ``ClassVar`` ones.
+
+    Raises:
+        QtoolError: naming those that it lacks, or one of another type and its value.
+    """
+    kind = given if isinstance(given, type) else type(given)
+    kinds = {
+        name: get_args(hint)[0] if get_origin(hint) is ClassVar else hint
+        for name, hint in get_type_hints(base).items()
+        if given is not kind or get_origin(hint) is ClassVar
+    }
+    if missing := [name for name in kinds if not hasattr(given, name)]:
+        raise QtoolError(f"{kind.__name__} has no {', '.join(missing)}")
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise QtoolError(f"{kind.__name__} does not define {', '.join(missing)}")
+    functions = [name for name, _ in getmembers(base, isfunction)]
+    plugins.require_kinds(given, kind.__name__, dict.fromkeys(functions, Callable) | kinds)
+
+
+def _overridden(given: type, base: type, *names: str) -> list[str]:
+    """Those of ``names`` that the class ``given`` does not have from its ``base``."""
+    return [name for name in names if getattr(given, name) is not getattr(base, name)]
+
+
+def _unexpected(given: Any, attribute: str, expected: str) -> QtoolError:
+    """The refusal of the value of an attribute of ``given``, a class or an object."""
+    name = given.__name__ if isinstance(given, type) else type(given).__name__
+    found = getattr(given, attribute)
+    return QtoolError(f"{name}: {attribute} is {found!r}; {expected} is expected")
 
 
 def _plain_recipe(scheme: "type[Scheme]") -> dict[str, Any]:

@@ -395,6 +395,23 @@ def test_what_a_method_returns_wrongly_is_named(
             qtool.quantize(make_model(), recipe=recipe, calibration=ids, out=tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("base", "name", "value", "said"),
+    [
+        (Clip, "learns", None, "learns is None; bool"),
+        (Clip, "rewrites_embedding", property(lambda _: 1), "rewrites_embedding is 1; bool"),
+        (RoundToNearest, "compares", property(lambda _: "no"), "compares is 'no'; bool"),
+        (RoundToNearest, "iteration", 1.5, "iteration is 1.5; int"),
+    ],
+)
+def test_a_property_of_another_type_is_named(base: Any, name: str, value: Any, said: str) -> None:
+    qtool.register_method(type("Mine", (base,), {"name": "mine", name: value}))
+    used = {"transforms": ["mine"]} if base is Clip else {"rounding": "mine"}
+    recipe = {"layers": [{"match": ".*", "scheme": "w8a8"}], "rounding": "rtn"} | used
+    with pytest.raises(QtoolError, match=f"^mine: {said} is expected$"):
+        qtool.plan("demo", recipe=recipe)
+
+
 @pytest.mark.parametrize("function", ["apply", "round"])
 def test_a_method_that_fails_is_named_and_what_is_written_is_kept(
     function: str, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -478,7 +495,7 @@ def method(base: type, **body: Any) -> type:
     [
         (method(Transform), "Mine does not define apply"),
         (method(RoundToNearest, name=5), "Mine: name is 5; str is expected"),
-        (method(Clip, permutes=("x",)), r"Mine.permutes is .'x',.; a function is expected"),
+        (method(Clip, permutes=("x",)), r"Mine: permutes is .'x',.; Callable is expected"),
         (method(RoundToNearest, needs_data="yes"), "Mine: needs_data is 'yes'; bool is expected"),
         (method(Clip, after=["rotate"]), r"Mine: after is .'rotate'.; dict.str, str. is expected"),
         (method(Clip, requires={"rotate": 1}), "Mine: requires is .'rotate': 1.; dict.str, str."),
@@ -796,12 +813,12 @@ def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
     for wrong, said in (
         (scheme(matmul=Scheme.matmul), "Wrong does not define matmul"),
         (scheme(code_bits="4"), "Wrong: code_bits is '4'; int is expected"),
-        (scheme(code_bits=9), "Wrong.code_bits is 9; a whole number of 1 to 8"),
+        (scheme(code_bits=9), "Wrong: code_bits is 9; a whole number of 1 to 8"),
         (scheme(group_sizes=64), r"Wrong: group_sizes is 64; tuple.int . None, .... is expected"),
         (scheme(shared_params=["x"]), r"Wrong: shared_params is .'x'.; frozenset.str. is"),
         (scheme(default_group_size=48), "that holds default_group_size, 48, is expected"),
-        (scheme(activation=8), "Wrong.activation is 8; an Activation is expected"),
-        (scheme(check_range=8), "Wrong.check_range is 8; a function is expected"),
+        (scheme(activation=8), "Wrong: activation is 8; Activation is expected"),
+        (scheme(check_range=8), "Wrong: check_range is 8; Callable is expected"),
         (scheme(clip_bounds=lambda self, params: None), "Wrong defines clip_bounds alone"),
     ):
         with pytest.raises(QtoolError, match=said):
@@ -811,17 +828,17 @@ def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
         qtool.register_layout(type("Bare", (Layout,), bare)())
     for facts, said in (
         ({"bits": "3", "tile": (1, 8)}, "Bare: bits is '3'; int is expected"),
-        ({"bits": 9, "tile": (1, 8)}, "Bare.bits is 9; a whole number of 1 to 8 is expected"),
+        ({"bits": 9, "tile": (1, 8)}, "Bare: bits is 9; a whole number of 1 to 8 is expected"),
         ({"bits": 3, "tile": 8}, "Bare: tile is 8; tuple.int, int. is expected"),
         ({"bits": 3, "tile": (1, 8), "by_rows": 1}, "Bare: by_rows is 1; bool is expected"),
         ({"bits": 3, "tile": (1, 8), "sparsity": 2}, "Bare: sparsity is 2; tuple.int, int. . None"),
         ({"bits": 3, "tile": (1, 8), "tensors": ["qweight"]}, "Bare: tensors is .'qweight'.; tup"),
-        ({"bits": 3, "tile": (0, 8)}, r"Bare.tile is \(0, 8\); a pair of positive whole"),
+        ({"bits": 3, "tile": (0, 8)}, r"Bare: tile is \(0, 8\); a pair of positive whole"),
     ):
         with pytest.raises(QtoolError, match=said):
             qtool.register_layout(type("Bare", (Layout,), {"name": "bare", **bare, **facts})())
     told = {"name": "bare", "bits": 3, "tile": (1, 8), "pack_group": 8}
-    with pytest.raises(QtoolError, match=r"Bare.pack_group is 8; a function"):
+    with pytest.raises(QtoolError, match=r"Bare: pack_group is 8; Callable"):
         qtool.register_layout(type("Bare", (Layout,), bare | told)())
     with pytest.raises(QtoolError, match=r"absent.yaml: cannot be read: No such file"):
         qtool.register_recipe("wrong", "absent.yaml")

@@ -1,7 +1,6 @@
 """The table of export formats, by name."""
 
 from qtool import plugins
-from qtool.errors import QtoolError
 from qtool.exchange.export_format import ExportFormat
 from qtool.exchange.formats.awq import Awq
 from qtool.exchange.formats.compressed_tensors import COMPRESSED_TENSORS
@@ -11,8 +10,6 @@ from qtool.exchange.formats.marlin import MARLIN_FILES
 from qtool.exchange.formats.qqq import Qqq
 from qtool.exchange.formats.qserve import QServe
 
-#: the attributes that a format must state
-ATTRIBUTES = ("name", "about", "expressible", "tile")
 EXPORT_FORMATS: dict[str, ExportFormat] = {
     target.name: target
     for target in (
@@ -41,21 +38,3 @@ def get(name: str) -> ExportFormat:
         QtoolError: an unknown format.
     """
     return plugins.find(EXPORT_FORMATS, name, "format")
-
-
-def register_export(target: ExportFormat) -> None:
-    """Add a format of your own, by its ``name``.
-
-    Raises:
-        QtoolError: ``target`` is no :class:`ExportFormat`, lacks an attribute, has one of another
-            type, or has the name of another format.
-    """
-    if not isinstance(target, ExportFormat):
-        raise QtoolError(
-            f"register_export: {target!r} is no qtool.exchange.export_format.ExportFormat"
-        )
-    kind = type(target).__name__
-    plugins.require_attributes(target, kind, ATTRIBUTES)
-    plugins.require_kinds(target, kind, plugins.constants(ExportFormat))
-    plugins.require_functions(target, kind, ExportFormat)
-    plugins.add(EXPORT_FORMATS, target.name, target, "format")

@@ -123,6 +123,8 @@ class Job(Architecture):
         for method in transforms:
             _require_transforms(method)
             method.prepare(family, settings)
+            plugins.require_kinds(method, method.name, plugins.properties(Transform))
+        plugins.require_kinds(rounding, rounding.name, plugins.properties(Rounding))
         first: dict[Family, int] = {}  # the first block of each kind
         for block in range(settings.num_hidden_layers):
             first.setdefault(family.at(settings, block), block)

@@ -20,7 +20,7 @@ from qtool.exchange import export_formats
 from qtool.exchange.as_export import load_as_export
 from qtool.exchange.export import export
 from qtool.exchange.export_format import ExportFormat
-from qtool.exchange.export_formats import EXPORT_FORMATS, register_export
+from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.exchange.exportable import exported_formats, formats_that_take
 from qtool.exchange.formats.gptq import Gptq
 from qtool.exchange.import_ import import_checkpoint
@@ -316,8 +316,8 @@ def test_a_format_from_outside(
 ) -> None:
     monkeypatch.setattr(export_formats, "EXPORT_FORMATS", dict(EXPORT_FORMATS))
     mine = Gptq("mine", "gptq_v2", "GPTQ under a name of its own, for a test")
-    register_export(mine)
-    register_export(mine)
+    qtool.register_export(mine)
+    qtool.register_export(mine)
     source = Checkpoint(make_model(dtype=torch.float16))
     native = quantize(source, recipe_of([rule("w4a16", 32)]), tmp_path / "native")
     done = export(native, "mine", tmp_path / "out")
@@ -327,15 +327,15 @@ def test_a_format_from_outside(
     config = Checkpoint(native).config
     assert "mine" in formats_that_take(native_format(config), config)
     with pytest.raises(QtoolError, match="the format 'gptq' is registered already"):
-        register_export(Gptq("gptq", "gptq", "another of the same name"))
-    with pytest.raises(QtoolError, match=r"is no qtool\.exchange\.export_format\.ExportFormat"):
-        register_export("gptq")  # type: ignore[arg-type]
+        qtool.register_export(Gptq("gptq", "gptq", "another of the same name"))
+    with pytest.raises(QtoolError, match="'gptq' is no instance of ExportFormat"):
+        qtool.register_export("gptq")  # type: ignore[arg-type]
 
     class Flat(Gptq):
         def weight(self, *given: Any) -> torch.Tensor:
             return super().weight(*given).flatten()
 
-    register_export(Flat("flat", "gptq_v2", "its weights have another shape"))
+    qtool.register_export(Flat("flat", "gptq_v2", "its weights have another shape"))
     with pytest.raises(QtoolError, match=r"flat reads a weight of shape \[\d+\] from its tensors"):
         export(native, "flat", tmp_path / "flat")
 
@@ -343,7 +343,7 @@ def test_a_format_from_outside(
         def tensors(self, *given: Any) -> dict[str, Any]:
             return {name: list(tensor.shape) for name, tensor in super().tensors(*given).items()}
 
-    register_export(Listed("listed", "gptq_v2", "its tensors are lists"))
+    qtool.register_export(Listed("listed", "gptq_v2", "its tensors are lists"))
     with pytest.raises(QtoolError, match=r"listed: tensors returns dict; dict.str, Tensor. is"):
         export(native, "listed", tmp_path / "listed")
 
@@ -354,7 +354,7 @@ def test_a_format_has_no_bias_beside_the_linears_own(make_model: MakeModel, tmp_
             bias = torch.zeros(len(codes), device=codes.device)
             return super().tensors(found, codes, params) | {"bias": bias}
 
-    register_export(Biased("biased", "gptq_v2", "it has biases of its own"))
+    qtool.register_export(Biased("biased", "gptq_v2", "it has biases of its own"))
     native = qtool.quantize(make_model("qwen2"), "w4a16", out=tmp_path / "native")
     said = r"biased: tensors returns a bias for \S*q_proj, whose own bias is stored under that name"
     with pytest.raises(QtoolError, match=said):
@@ -382,7 +382,7 @@ def test_a_format_whose_weight_is_a_tensor_that_it_stores(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_formats, "EXPORT_FORMATS", dict(EXPORT_FORMATS))
-    register_export(Dense())
+    qtool.register_export(Dense())
     native = quantize(Checkpoint(make_model()), recipe_of([rule("w4a16", 32)]), tmp_path / "native")
     done = export(native, "dense", tmp_path / "out")
     assert set(done.errors.values()) == {0.0}
@@ -404,7 +404,7 @@ def test_a_format_whose_weight_is_a_tensor_that_it_stores(
         ({"tile": 8}, r"Wrong: tile is 8; tuple\[int, int\] is expected"),
         ({"tile": ("8", 8)}, r"Wrong: tile is \('8', 8\); tuple\[int, int\] is expected"),
         ({"dtype": "float16"}, "Wrong: dtype is 'float16'; dtype | None is expected"),
-        ({"weight": 8}, "Wrong.weight is 8; a function is expected"),
+        ({"weight": 8}, "Wrong: weight is 8; Callable is expected"),
     ],
 )
 def test_a_format_whose_attributes_are_wrong_is_refused(wrong: dict[str, Any], said: str) -> None:
@@ -412,4 +412,4 @@ def test_a_format_whose_attributes_are_wrong_is_refused(wrong: dict[str, Any], s
     body |= {"name": "wrong", "expressible": {}}
     body |= {} if "about" in wrong else {"about": "it", "tile": (1, 1)} | wrong
     with pytest.raises(QtoolError, match=said):
-        register_export(type("Wrong", (ExportFormat,), body)())
+        qtool.register_export(type("Wrong", (ExportFormat,), body)())
