@@ -170,6 +170,15 @@ def require_names(name: str, value: object) -> list[str]:
     return found
 
 
+def described(found: object) -> str:
+    """``float32 [8, 128]`` for a tensor, the type's name for anything else."""
+    from torch import Tensor  # loads slowly
+
+    if isinstance(found, Tensor):
+        return f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+    return type(found).__name__
+
+
 def in_one_line(error: BaseException) -> str:
     """The first paragraph of the message of ``error``, cut with dots after 300 characters."""
     text = " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__

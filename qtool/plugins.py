@@ -16,7 +16,7 @@ import importlib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from inspect import formatannotation, getmembers
@@ -26,7 +26,15 @@ from traceback import extract_tb, walk_tb
 from types import SimpleNamespace, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from qtool.errors import QtoolError, in_one_line, require_known, require_text, suggest
+from qtool.errors import (
+    CheckFailed,
+    QtoolError,
+    described,
+    in_one_line,
+    require_known,
+    require_text,
+    suggest,
+)
 
 GROUP = "qtool.plugins"
 T = TypeVar("T")
@@ -228,15 +236,32 @@ def require_json(given: Any, what: str) -> None:
         raise QtoolError(f"{what} cannot be written as JSON: {error}") from error
 
 
-def require_returned(given: Any, function: str, found: T, kind: type[T], of: str = "") -> T:
-    """``found``, which ``function`` of ``given`` returned ``of`` something, if it is a ``kind``.
+def require_returned(
+    given: Any, function: str, found: T, kind: Any, of: str = "", shape: Sequence[int] | None = None
+) -> T:
+    """``found``, which ``function`` of ``given`` gives ``of`` something, as it is expected.
+
+    Args:
+        kind: its type, an annotation.
+        shape: the shape that it has as a tensor; None: any.
 
     Raises:
-        QtoolError: it is not.
+        QtoolError: it is of another type or shape.
     """
-    if not is_of(found, kind):
+    has: Any = getattr(found, "shape", None)
+    if not is_of(found, kind) or (shape is not None and tuple(has) != tuple(shape)):
+        expected = _in_words(kind) + ("" if shape is None else f" {list(shape)}")
         raise QtoolError(
-            f"{given.name}: {function} returns {type(found).__name__}{of}; {_in_words(kind)} is"
-            " expected"
+            f"{given.name}: {function} gives {described(found)}{of}; {expected} is expected"
         )
     return found
+
+
+def require_like(function: str, found: object, expected: object) -> None:
+    """Check that ``found``, which ``function`` gives, has the dtype and shape of ``expected``.
+
+    Raises:
+        CheckFailed: it has others, or is no tensor.
+    """
+    if (given := described(found)) != (like := described(expected)):
+        raise CheckFailed(f"{function} gives {given}; {like} is expected")

@@ -124,7 +124,7 @@ def register_layout(layout: "Layout") -> None:
                 f" and none of {', '.join(sorted(RESERVED))}, is expected"
             )
     plugins.require_free(LAYOUTS, layout.name, layout, "layout")
-    with torch_defaults():
+    with torch_defaults(), checking(f"layout {layout.name}"):
         require_sound(layout)
     plugins.add(LAYOUTS, layout.name, layout, "layout")
     forget()

@@ -167,12 +167,7 @@ class _Export(Conversion):
             parts = {part.removeprefix(prefix): tensor for part, tensor in stored.items()}
             ours, before = linear.dequantize(), [tensor._version for tensor in parts.values()]
             theirs = self.target.weight(self.formats[owner], parts, *codes.shape)
-            theirs = require_returned(self.target, "weight", theirs, Tensor)
-            if theirs.shape != ours.shape:
-                raise QtoolError(
-                    f"{owner}: {self.target.name} reads a weight of shape {list(theirs.shape)}"
-                    f" from its tensors; {list(ours.shape)} is expected"
-                )
+            require_returned(self.target, "weight", theirs, Tensor, f" for {owner}", ours.shape)
             if before != [tensor._version for tensor in parts.values()]:
                 raise QtoolError(f"{self.target.name}: weight changes the tensors that it is given")
             norm = float(ours.norm().clamp(min=1e-30))

@@ -23,7 +23,14 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from qtool.errors import Interrupted, NoSpace, NotDownloaded, QtoolError, refuse_pipe
+from qtool.errors import (
+    Interrupted,
+    NoSpace,
+    NotDownloaded,
+    QtoolError,
+    described,
+    refuse_pipe,
+)
 
 DTYPES = {
     "F64": torch.float64,
@@ -318,10 +325,6 @@ def _header(specs: Mapping[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _described(name: str, tensor: Tensor | None) -> str:
-    return "no tensor" if tensor is None else f"{name}, {tensor.dtype} {list(tensor.shape)},"
-
-
 def _pieces(
     path: Path, specs: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[memoryview]:
@@ -333,9 +336,9 @@ def _pieces(
             left = specs[current].nbytes if current else 0
         data = piece.detach().contiguous().cpu()
         if name != current or data.dtype != specs[name].dtype or data.nbytes > left:
+            declared = f"{current}, {described(specs[current])}," if current else "no tensor"
             raise QtoolError(
-                f"{path.name}: {_described(name, piece)} was given where"
-                f" {_described(current, specs.get(current))} was declared"
+                f"{path.name}: {name}, {described(piece)}, was given where {declared} was declared"
             )
         left -= data.nbytes
         yield data.reshape(-1).view(torch.uint8).numpy().data

@@ -387,7 +387,7 @@ def _linears(
         QtoolError: one of them is no linear of a block, or they are no names.
     """
     linears = set(family.linears())
-    for name in require_returned(method, does, names, Sequence[str]):  # type: ignore[type-abstract]
+    for name in require_returned(method, does, names, Sequence[str]):
         if name not in linears:
             raise QtoolError(
                 f"{method.name}: it {does} the inputs of {name!r}, no linear of {family.name} "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import CheckFailed, checking
-from qtool.plugins import require_returned
+from qtool.plugins import require_like, require_returned
 from qtool.schemes.arithmetic.grid import Grid
 from qtool.schemes.base import Params, Scheme, require
 
@@ -53,33 +53,28 @@ def require_sound(scheme: Scheme, weight: Tensor) -> None:
     params = require_returned(scheme, "fit_range", scheme.fit(weight), dict[str, Tensor])
     groups = scheme.groups(weight)
     shapes = {(len(weight),), tuple(groups.shape[:2])}
-    for name in params:
+    for name, param in params.items():
         if not name.isidentifier():
             raise CheckFailed(
                 f"fit_range gives a parameter {name!r}; a name of letters, digits and _ is expected"
             )
-    for name in params.keys() - scheme.shared_params:
-        if (shape := tuple(params[name].shape)) not in shapes:
+        if name not in scheme.shared_params and tuple(param.shape) not in shapes:
             raise CheckFailed(
-                f"fit_range gives {name} {list(shape)}; [N] or [N, G], which is one of"
+                f"fit_range gives {name} {list(param.shape)}; [N] or [N, G], which is one of"
                 f" {sorted(map(list, shapes))}, is expected"
             )
-    _require_like("round_groups", scheme.round_groups(groups, params), groups)
+    require_like("round_groups", scheme.round_groups(groups, params), groups)
     codes = scheme.quantize(weight, params)
     require(weight == before, "fit and quantize leave the weight as it is")
-    if (codes.shape, codes.dtype) != (weight.shape, scheme.code_dtype):
-        raise CheckFailed(
-            f"quantize gives {codes.dtype} codes {list(codes.shape)} of a weight"
-            f" {list(weight.shape)}; {scheme.code_dtype} codes of its shape are expected"
-        )
+    require_like("quantize", codes, torch.empty_like(weight, dtype=scheme.code_dtype))
     grid = require_returned(scheme, "grid", scheme.grid(params), Grid)
     step = groups[..., 0]
     for name, like in {"step": step, "offset": step, "low": step.int(), "high": step.int()}.items():
-        _require_like(f"grid's {name}", getattr(grid, name), like)
+        require_like(f"grid's {name}", getattr(grid, name), like)
     with checking("codes of round_groups"):
         scheme.check(codes, params)
     values = scheme.dequantize(codes, params)
-    _require_like("dequantize", values, weight)
+    require_like("dequantize", values, weight)
 
     held = scheme.groups(scheme.prune(weight.float()))
     step, values = grid.step[..., None], scheme.groups(values)
@@ -97,11 +92,11 @@ def _require_inverse(scheme: Scheme, codes: Tensor, params: Params) -> None:
     bounds, step = scheme.clip_bounds(params), scheme.grid(params).step
     if bounds is None:
         return
-    _require_like("clip_bounds", bounds, torch.stack([step, step]))
+    require_like("clip_bounds", bounds, torch.stack([step, step]))
     again = scheme.with_clip_bounds(params, bounds)
     require_returned(scheme, "with_clip_bounds", again, dict[str, Tensor])
     for name, param in params.items():
-        _require_like(f"with_clip_bounds, for {name},", again.get(name), param)
+        require_like(f"with_clip_bounds, for {name},", again.get(name), param)
     values, same = (scheme.groups(scheme.dequantize(codes, p)) for p in (params, again))
     near = (same - values).abs() <= 128e-5 * step[..., None]
     require(near, "with_clip_bounds is the inverse of clip_bounds")
@@ -113,19 +108,10 @@ def _require_product(scheme: Scheme, codes: Tensor, params: Params) -> None:
     bias, before = torch.arange(len(codes)) * x.new_ones(()), x.clone()
     for given in (x.bfloat16(), x):
         seen = scheme.fake_activation(given, params)
-        _require_like("fake_activation", seen, given)
+        require_like("fake_activation", seen, given)
     y = scheme.matmul(x, codes, params, bias)
     require(x == before, "fake_activation and matmul leave the input as it is")
     exact = seen.double() @ scheme.dequantize(codes, params).double().t() + bias
-    _require_like("matmul", y, exact.float())
+    require_like("matmul", y, exact.float())
     near = (y - exact).abs() <= 1e-4 * exact.abs().amax()
     require(near, "matmul(x) = fake_activation(x) dequantize(codes)^T + bias")
-
-
-def _require_like(function: str, found: object, expected: Tensor) -> None:
-    kinds = [
-        f"{t.dtype} {list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__
-        for t in (found, expected)
-    ]
-    if kinds[0] != kinds[1]:
-        raise CheckFailed(f"{function} gives {kinds[0]}; {kinds[1]} is expected")

@@ -336,7 +336,9 @@ def test_a_format_from_outside(
             return super().weight(*given).flatten()
 
     qtool.register_export(Flat("flat", "gptq_v2", "its weights have another shape"))
-    with pytest.raises(QtoolError, match=r"flat reads a weight of shape \[\d+\] from its tensors"):
+    with pytest.raises(
+        QtoolError, match=r"flat: weight gives float32 \[\d+\] for model.* is expected"
+    ):
         export(native, "flat", tmp_path / "flat")
 
     class Listed(Gptq):
@@ -344,7 +346,7 @@ def test_a_format_from_outside(
             return {name: list(tensor.shape) for name, tensor in super().tensors(*given).items()}
 
     qtool.register_export(Listed("listed", "gptq_v2", "its tensors are lists"))
-    with pytest.raises(QtoolError, match=r"listed: tensors returns dict; dict.str, Tensor. is"):
+    with pytest.raises(QtoolError, match=r"listed: tensors gives dict; dict.str, Tensor. is"):
         export(native, "listed", tmp_path / "listed")
 
 

@@ -1,11 +1,13 @@
 """What a rounding gives is refused where it is not what would be packed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat
 from qtool.pipeline.streaming.method_checks import check_codes, require_packable
@@ -24,7 +26,7 @@ def rounded(n: int = 8, **changed: Any) -> Rounded:
 
 
 def require(found: Any) -> None:
-    require_packable("mine", found, {"up": FORMAT}, {"up": (8, 128), "down": (128, 8)})
+    require_packable(RoundToNearest(), found, {"up": FORMAT}, {"up": (8, 128), "down": (128, 8)})
 
 
 def test_what_is_packed_is_taken() -> None:
@@ -34,10 +36,10 @@ def test_what_is_packed_is_taken() -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (None, "round returns NoneType; a Rounded for each linear is expected"),
-        ({}, "round returns nothing for up, which is to be quantized"),
-        ({"up": rounded(), "down": rounded()}, "round returns 'down', which is not to be"),
-        ({"up": (1, 2)}, "round returns tuple for up; a Rounded is expected"),
+        (None, "round gives NoneType; Mapping is expected"),
+        ({}, "round gives nothing for 'up'; a Rounded for each linear"),
+        ({"up": rounded(), "down": rounded()}, "round gives something for 'down'; a Rounded"),
+        ({"up": (1, 2)}, "round gives tuple for up; Rounded is expected"),
         ({"up": rounded(codes=torch.zeros(8, 128))}, "codes float32 [8, 128]"),
         ({"up": rounded(codes=torch.zeros(128, 8, dtype=torch.uint8))}, "codes uint8 [128, 8]"),
         ({"up": rounded(4)}, "codes uint8 [4, 128]"),
@@ -46,15 +48,19 @@ def test_what_is_packed_is_taken() -> None:
         ({"up": rounded(s1=None)}, "offset uint8 [8, 2], s2 uint8 [8, 2] for up"),
         ({"up": Rounded(None, rounded().params)}, "codes NoneType, offset uint8 [8, 2]"),  # type: ignore[arg-type]
         ({"up": Rounded(rounded().codes, None)}, "NoneType for the parameters of up"),  # type: ignore[arg-type]
+        (
+            {"up": replace(rounded(), weight_error=torch.ones(()))},
+            "as the weight_error of up; float | None is",
+        ),
         ({"up": rounded(more=torch.ones(8))}, "more float32 [8]"),
     ],
 )
 def test_anything_else_is_refused(found: Any, said: str) -> None:
     with pytest.raises(QtoolError) as caught:
         require(found)
-    assert str(caught.value).startswith("mine: ") and said in str(caught.value)
+    assert str(caught.value).startswith("rtn: ") and said in str(caught.value)
     if "[" in said:
-        assert str(caught.value).endswith(f"for up; expected are {RIGHT}")
+        assert str(caught.value).endswith(f"for up; {RIGHT} is expected")
 
 
 def test_of_linears_that_are_checked_at_once_the_broken_one_is_named() -> None:

@@ -195,7 +195,7 @@ class BuiltBlocks:
             running_method(job.rounding, "round", index),
         ):
             rounded = job.rounding.round(block, self.batches)
-        require_packable(job.rounding.name, rounded, formats, job.linears(index))
+        require_packable(job.rounding, rounded, formats, job.linears(index))
         if errors := weight_errors(rounded):
             notes.setdefault(job.rounding.name, errors)
         for method, noted in notes.items():

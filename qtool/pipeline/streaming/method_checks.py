@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -9,12 +10,11 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
-from qtool.calibration.method import Method, Transform
+from qtool.calibration.method import Method, Rounding, Transform
 from qtool.calibration.rounding.rounded import Rounded, stacked
-from qtool.errors import CheckFailed, Interrupted, QtoolError, checking, suggest
+from qtool.errors import CheckFailed, Interrupted, QtoolError, checking, described, suggest
 from qtool.format import LinearFormat
 from qtool.io.finite import is_finite
-from qtool.models.architecture import dtype_name
 from qtool.models.auto import running
 from qtool.pipeline.job import Job
 from qtool.plugins import is_of, require_returned
@@ -40,11 +40,7 @@ def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job
     before = block.parameters().keys()
     with running_method(transform, "apply", block.index):
         returned = transform.apply(block, batches)  # type: ignore[func-returns-value]
-    if returned is not None:
-        raise QtoolError(
-            f"{transform.name}: apply returns {type(returned).__name__}; it is to rewrite the block"
-            " in place and to return None"
-        )
+    require_returned(transform, "apply", returned, NoneType)
     found = block.parameters()
     for name in sorted(before ^ found.keys()):
         does = "adds" if name in found else "removes"
@@ -53,11 +49,9 @@ def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job
             " expected"
         )
     for name, shape in job.block_shapes(block.index).items():
-        if name in found and tuple(found[name].shape) != tuple(shape):
-            raise QtoolError(
-                f"{transform.name}: apply makes {job.full(block.index, name)} of shape"
-                f" {list(found[name].shape)}; {list(shape)} is expected"
-            )
+        if name in found:
+            of = f" for {job.full(block.index, name)}"
+            require_returned(transform, "apply", found[name], Tensor, of, shape)
 
 
 def rewritten(transform: Transform, function: str, tensor: Tensor, found: Tensor) -> Tensor:
@@ -66,14 +60,9 @@ def rewritten(transform: Transform, function: str, tensor: Tensor, found: Tensor
     Raises:
         QtoolError: it is no tensor of the same shape, or holds NaN or Inf.
     """
-    require_returned(transform, function, found, Tensor)
-    if found.shape != tensor.shape:
-        raise QtoolError(
-            f"{transform.name}: {function} makes a tensor {list(found.shape)} of one"
-            f" {list(tensor.shape)}; the same shape is expected"
-        )
+    require_returned(transform, function, found, Tensor, shape=tensor.shape)
     if found is not tensor and not is_finite(found):
-        raise QtoolError(f"{transform.name}: {function} makes a tensor with NaN or Inf")
+        raise QtoolError(f"{transform.name}: {function} gives NaN or Inf")
     return found
 
 
@@ -142,12 +131,12 @@ def require_stored(block: Block, job: Job) -> None:
 
 
 def require_packable(
-    rounding: str,
+    rounding: Rounding,
     found: Any,
     formats: Mapping[str, LinearFormat],
     shapes: Mapping[str, tuple[int, int]],
 ) -> None:
-    """Refuse the result of a method ``rounding`` unless ``formats`` can pack it.
+    """Refuse the result of ``rounding`` unless ``formats`` can pack it.
 
     Args:
         found: the result of its ``round``: a :class:`Rounded` for each linear of ``formats``.
@@ -156,49 +145,32 @@ def require_packable(
     Raises:
         QtoolError: names the linear, what was found and what is expected.
     """
-    if not isinstance(found, Mapping):
+    require_returned(rounding, "round", found, Mapping)
+    for name in sorted(formats.keys() ^ found.keys(), key=str):
+        what = "something" if name in found else "nothing"
         raise QtoolError(
-            f"{rounding}: round returns {type(found).__name__}; a Rounded for each linear is"
-            " expected"
+            f"{rounding.name}: round gives {what} for {name!r}; a Rounded for each linear that is"
+            " quantized is expected"
         )
-    for name in sorted(formats.keys() - found.keys()):
-        raise QtoolError(f"{rounding}: round returns nothing for {name}, which is to be quantized")
-    for name in sorted(found.keys() - formats.keys()):
-        raise QtoolError(f"{rounding}: round returns {name!r}, which is not to be quantized")
     for name, linear_format in formats.items():
         one, (n, k) = found[name], shapes[name]
-        if not isinstance(one, Rounded):
-            raise QtoolError(
-                f"{rounding}: round returns {type(one).__name__} for {name}; a Rounded is expected"
-            )
-        if not is_of(one.weight_error, float | None):
-            raise QtoolError(
-                f"{rounding}: round returns {type(one.weight_error).__name__} as the weight_error"
-                f" of {name}; a float or None is expected"
-            )
+        require_returned(rounding, "round", one, Rounded, f" for {name}")
+        error, of = one.weight_error, f" as the weight_error of {name}"
+        require_returned(rounding, "round", error, float | None, of)
+        of = f" for the parameters of {name}"
+        require_returned(rounding, "round", one.params, Mapping, of)
         codes = torch.empty(n, k, dtype=linear_format.scheme_object.code_dtype, device="meta")
-        if not isinstance(one.params, Mapping):
-            raise QtoolError(
-                f"{rounding}: round returns {type(one.params).__name__} for the parameters of"
-                f" {name}; a tensor for each of them is expected"
+        given, expected = (
+            ", ".join(f"{part} {described(t)}" for part, t in sorted(tensors.items()))
+            for tensors in (
+                {"codes": one.codes, **one.params},
+                {"codes": codes, **linear_format.parameters(n, k)},
             )
-        given = _described({"codes": one.codes, **one.params})
-        expected = _described({"codes": codes, **linear_format.parameters(n, k)})
+        )
         if given != expected:
             raise QtoolError(
-                f"{rounding}: round returns {', '.join(given)} for {name}; expected are"
-                f" {', '.join(expected)}"
+                f"{rounding.name}: round gives {given} for {name}; {expected} is expected"
             )
-
-
-def _described(tensors: Mapping[str, Any]) -> list[str]:
-    """A text with name, dtype and shape for each tensor, sorted by name."""
-    return [
-        f"{name} {dtype_name(t.dtype)} {list(t.shape)}"
-        if isinstance(t, Tensor)
-        else f"{name} {type(t).__name__}"
-        for name, t in sorted(tensors.items())
-    ]
 
 
 def check_codes(scheme: Scheme, linears: Mapping[str, Rounded]) -> None:
