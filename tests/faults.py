@@ -1880,8 +1880,8 @@ FAULTS = [
         ),
         (
             "qtool/pipeline/streaming/method_checks.py",
-            " and name not in block.rotated",
-            " and name in block.schemes",
+            "sorted(rotates - block.rotated)",
+            "sorted(rotates - {*formats})",
             "tests/test_plugins.py -k rotate",
         ),
         (

@@ -312,7 +312,7 @@ def transform(do: Callable[[Block], object]) -> dict[str, Any]:
         ),
         (
             lambda block: block.weight("input_layernorm").fill_(torch.inf),
-            "layers.0.input_layernorm.weight: the methods make NaN or Inf of its values",
+            "layers.0.input_layernorm.weight: its values are too large: the methods make NaN or",
         ),
         (
             lambda block: block.weight("mlp.up").mul_(2),
@@ -353,6 +353,11 @@ def widened(block: Block) -> None:
             "apply",
             lambda _, block, batches: biased(block),
             r"mine: apply adds model.layers.0.mlp.up_proj.bias; the same tensors are expected",
+        ),
+        (
+            "apply",
+            lambda _, block, batches: delattr(block.get("mlp"), "up_proj"),
+            "mine: apply removes model.layers.0.mlp.up_proj.weight; the same tensors are expected",
         ),
         ("learn", lambda *_: None, "mine: learn gives NoneType; dict is expected"),
         ("learn", lambda *_: {"x": 1.0}, "mine: learn gives float for 'x'; Tensor is expected"),

@@ -191,7 +191,7 @@ class BuiltBlocks:
         with (
             quantized_kv(block, job.format.kv, constants),
             phase("rounding"),
-            naming_too_large(block, prefix),
+            naming_too_large(block, job),
             running_method(job.rounding, "round", index),
         ):
             rounded = job.rounding.round(block, self.batches)
@@ -227,7 +227,7 @@ class BuiltBlocks:
                 inputs = self.references if self.compares else self.batches
                 add_tokens(block, self.batches, inputs, job.recipe.min_expert_tokens)
         for transform in job.transforms:
-            with phase("search"), naming_too_large(block, job.full(index, "")):
+            with phase("search"), naming_too_large(block, job):
                 apply(transform, block, self.batches, job)
         require_stored(block, job)
         if self.compares:

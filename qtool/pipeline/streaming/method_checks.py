@@ -66,15 +66,31 @@ def rewritten(transform: Transform, function: str, tensor: Tensor, found: Tensor
     return found
 
 
-def require_finite_parameters(stored: Mapping[str, Tensor]) -> None:
-    """Refuse NaN and Inf in ``stored``, tensors of a block after its methods by full name.
+def require_finite_parameters(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse NaN and Inf in ``tensors`` of a block that methods changed, by full name.
 
     Raises:
         QtoolError: names the tensor.
     """
-    for name, tensor in stored.items():
+    for name, tensor in tensors.items():
         if not is_finite(tensor):
-            raise QtoolError(f"{name}: the methods make NaN or Inf of its values")
+            raise QtoolError(
+                f"{name}: its values are too large: the methods make NaN or Inf of them"
+            )
+
+
+@contextmanager
+def naming_too_large(block: Block, job: Job) -> Iterator[None]:
+    """Let an error name the tensor of ``block`` that is not finite, if there is one."""
+    try:
+        yield
+    except QtoolError:
+        expected = job.block_shapes(block.index)
+        found = {
+            job.full(block.index, n): t for n, t in block.parameters().items() if n in expected
+        }
+        require_finite_parameters(found)
+        raise
 
 
 def require_stored(block: Block, job: Job) -> None:
@@ -83,31 +99,24 @@ def require_stored(block: Block, job: Job) -> None:
     Raises:
         QtoolError: names the linear.
     """
-    for name in block.permutations:
-        full = job.full(block.index, name)
-        if name not in block.schemes or not job.format.is_permuted(full):
-            why = "none names it in permutes" if name in block.schemes else "it stays in 16 bits"
+    formats = {name: job.format.of(job.full(block.index, name)) for name in block.schemes}
+    permutes = {name for name in formats if job.format.is_permuted(job.full(block.index, name))}
+    rotates = {name for name, found in formats.items() if found and found.rotated}
+    for does, done, stored in (
+        ("permutes", block.permutations, permutes),
+        ("rotates", block.rotated, rotates),
+    ):
+        for name in sorted({*done} - stored):
+            why = f"none names it in {does}" if name in formats else "it stays in 16 bits"
             raise QtoolError(
-                f"{full}: a transform permutes its inputs, and {why}, so that the order would not"
-                " be stored"
+                f"{job.full(block.index, name)}: a transform {does} its inputs, and {why}, so that"
+                " the checkpoint would not say so"
             )
-    for name in sorted(block.rotated):
-        full = job.full(block.index, name)
-        linear_format = job.format.of(full)
-        if linear_format is None or not linear_format.rotated:
-            why = "it stays in 16 bits" if linear_format is None else "none names it in rotates"
-            raise QtoolError(
-                f"{full}: a transform rotates its inputs, and {why}, so that nothing would rotate "
-                "them at run time"
-            )
-    for name in block.schemes:
-        full = job.full(block.index, name)
-        linear_format = job.format.of(full)
-        if linear_format and linear_format.rotated and name not in block.rotated:
-            raise QtoolError(
-                f"{full}: a transform names it in rotates, and none rotates its inputs, so that "
-                "only the run time would"
-            )
+    for name in sorted(rotates - block.rotated):
+        raise QtoolError(
+            f"{job.full(block.index, name)}: a transform names it in rotates, and none rotates its"
+            " inputs, so that only the run time would"
+        )
     for name in sorted(block.clips.keys() - job.linears(block.index).keys()):
         raise QtoolError(
             f"a transform chooses a clip for {name!r}, no linear of block {block.index}: "
@@ -185,22 +194,4 @@ def check_codes(scheme: Scheme, linears: Mapping[str, Rounded]) -> None:
         for name, rounded in linears.items():
             with checking(name):
                 scheme.check(rounded.codes, rounded.params)
-        raise
-
-
-@contextmanager
-def naming_too_large(block: Block, prefix: str) -> Iterator[None]:
-    """Let an error name the weight that is not finite, if there is one.
-
-    ``prefix`` is put before the names within the block.
-    """
-    try:
-        yield
-    except QtoolError as error:
-        for name in block.schemes:
-            if not is_finite(block.weight(name)):
-                raise QtoolError(
-                    f"{prefix}{name}.weight: its values are too large: the transforms make NaN or "
-                    "Inf of them"
-                ) from error
         raise
