@@ -218,11 +218,6 @@ def _layer(rule: Any, where: str) -> LayerRule:
             f"{where}: a layer rule without scheme, found {sorted(rule)}; "
             "null leaves its layers in 16 bits"
         )
-    if rule["scheme"] is None and (needless := sorted({"group_size", "layout"} & rule.keys())):
-        raise QtoolError(
-            f"{where}: a layer rule with scheme null leaves its layers in 16 bits, found "
-            f"{' and '.join(needless)}"
-        )
     match, roles = _text(rule, "match", where), _roles(rule, where)
     if match is None:
         match = rf"\.({'|'.join(map(re.escape, roles))})$"

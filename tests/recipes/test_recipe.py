@@ -157,13 +157,6 @@ def test_a_role_among_others_that_no_linear_has_is_refused() -> None:
         Job.of(CONFIG, recipes.parse({"layers": rules}, "mine"))
 
 
-@pytest.mark.parametrize("key", ["group_size", "layout"])
-def test_a_rule_for_16_bits_says_nothing_of_codes(key: str) -> None:
-    rule = {"match": ".*", "scheme": None, key: {"group_size": 64, "layout": "marlin"}[key]}
-    with pytest.raises(QtoolError, match=f"scheme null .* 16 bits, found {key}"):
-        recipes.parse({"layers": [rule]}, "mine")
-
-
 def test_linears_that_no_rule_matches_are_named() -> None:
     def notes(*rules: object) -> tuple[str, ...]:
         return Job.of(CONFIG, recipes.parse({"layers": list(rules)}, "mine")).notes
