@@ -23,10 +23,14 @@ class Recorded:
     the next call has the same shapes, it is recorded as a CUDA graph, which it and all later calls
     replay. Calls with other shapes, or other arguments that are no tensors, run the function. So do
     all calls if no graph can record the function, for example because it waits for the GPU.
+
+    Args:
+        may_wait: the first call looks whether the function waits for the GPU. A warning of another
+            thread that waits meanwhile may then be seen.
     """
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., None], *, may_wait: bool = True) -> None:
+        self.function, self.may_wait = function, may_wait
         self.graph: torch.cuda.CUDAGraph | None = None
         self.kind: Any = None
         self.leaves: list[Any] = []
@@ -47,9 +51,12 @@ class Recorded:
             self.function(*arguments)
         else:
             self.kind = kind
-            with _waits() as waits:
+            if self.may_wait:
+                with _waits() as waits:
+                    self.function(*arguments)
+                self.refused = bool(waits)
+            else:
                 self.function(*arguments)
-            self.refused = bool(waits)
 
     def _record(self, leaves: list[Any], structure: Any) -> None:
         """Record the function on copies of ``leaves``, unless it cannot be recorded.

@@ -54,6 +54,15 @@ def test_what_a_graph_cannot_hold_runs_as_it_is() -> None:
     assert torch.cuda.get_sync_debug_mode() == 0
 
 
+def test_a_function_that_never_waits_is_not_listened_to() -> None:
+    total = torch.zeros(1, device="cuda")
+    recorded = Recorded(total.add_, may_wait=False)
+    with mock.patch.object(torch.cuda, "set_sync_debug_mode", side_effect=AssertionError):
+        for _ in range(4):
+            recorded(torch.ones(1, device="cuda"))
+    assert recorded.graph is not None and float(total) == 4
+
+
 def test_a_wait_of_another_thread_is_not_the_functions_own() -> None:
     total = torch.zeros(1, device="cuda")
 

@@ -180,7 +180,8 @@ def descend(
         inner = solve_triangular(factor, one - half, upper=False)
         q.copy_(2 * q @ solve_triangular(factor.mT, inner, upper=True) - q)
 
-    moved = Recorded(move) if q.is_cuda and q.shape[-1] <= RECORDED else move
+    recorded = q.is_cuda and q.shape[-1] <= RECORDED
+    moved = Recorded(move, may_wait=False) if recorded else move
     for step in range(steps):
         share = 1 - SQUARES ** (step + 1)
         rate = RATE * (1 - step / steps) / (1 - MOMENTUM ** (step + 1)) / 2

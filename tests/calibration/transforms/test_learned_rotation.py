@@ -129,8 +129,8 @@ def test_steps_of_a_graph_are_the_steps(
 ) -> None:
     made = list[Recorded]()
 
-    def recorded(function: Callable[..., None]) -> Recorded:
-        made.append(Recorded(function))
+    def recorded(function: Callable[..., None], **options: Any) -> Recorded:
+        made.append(Recorded(function, **options))
         return made[-1]
 
     monkeypatch.setattr(learned_rotation, "Recorded", recorded)
