@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
 
@@ -54,6 +55,25 @@ def test_every_linear_is_found(model_type: str, tmp_path: Path) -> None:
     assert {name for method in found for name in getattr(method, "names", ())} == {
         name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")
     }
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "ernie4_5_moe",
+        "exaone_moe",  # vLLM runs transformers' model, which has transformers' names
+    ],
+)
+def test_a_router_s_bias_has_the_name_that_vllm_takes(model_type: str, tmp_path: Path) -> None:
+    """It is published under another name than transformers gives it."""
+    checkpoint = Checkpoint(packed(model_type, tmp_path))
+    (bias,) = (name for name in checkpoint.entries if name.endswith("e_score_correction_bias"))
+    model = loaded(checkpoint.directory)
+    rows = list(layers(model, checkpoint))
+    assert rows and not [row for row in rows if row.problem]
+    found = [p for n, p in model.named_parameters() if n.endswith("e_score_correction_bias")]
+    found += [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    assert any(torch.equal(b.flatten(), checkpoint.read(bias).flatten()) for b in found)
 
 
 @pytest.mark.parametrize(

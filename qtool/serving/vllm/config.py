@@ -1,5 +1,6 @@
 """A checkpoint's ``quantization_config`` as vLLM holds it: which layer gets which method."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class QtoolConfig(QuantizationConfig):
         self.format = checkpoint_format
         self.linears: PackedLinears | None = None
         self.keeps_cache: bool | None = None  # as in the checkpoint; None: not decided
+        self.of_transformers = False  # vLLM runs transformers' model
         self.stored: dict[str, str] = {}  # the checkpoint's names of linears by vLLM's
         self.asked: set[str] = set()  # the checkpoint's names of linears that vLLM has layers for
 
@@ -93,9 +95,10 @@ class QtoolConfig(QuantizationConfig):
         # vLLM's own classes of configs leave settings out
         config = read_config(directory) if directory.is_dir() else hf_config.to_dict()
         self.linears = PackedLinears(config, self.format)
-        names = list(self.linears.linears())
+        names, published = list(self.linears.linears()), self.published
         # vLLM's layers of Mamba 2 say "mixer" where the model says "mamba"
         self.stored = {name.replace(".mamba.", ".mixer."): name for name in names}
+        self.stored |= {published.get(name, name): name for name in names}
         self.stored |= {name: name for name in names}
         hf_config.quantization_config = {
             **hf_config.quantization_config,
@@ -113,7 +116,25 @@ class QtoolConfig(QuantizationConfig):
 
     def get_cache_scale_mapper(self) -> WeightsMapper:  # type: ignore[override]
         self.require_asked()  # vLLM's loader comes here when all layers are made
-        return cache_tensors(self.packed_linears, bool(self.keeps_cache))
+        names = {} if self.of_transformers else self.published
+        renamed = {re.compile(rf"^{re.escape(own)}(?=\.|$)"): name for own, name in names.items()}
+        cache = cache_tensors(self.packed_linears, bool(self.keeps_cache))
+        return WeightsMapper(orig_to_new_regex=renamed) | cache
+
+    @property
+    def published(self) -> dict[str, str]:
+        """The names in a published checkpoint of a block's modules and tensors that have others.
+
+        A native checkpoint has transformers' names. vLLM's loaders take the published ones, except
+        where vLLM runs transformers' model.
+        """
+        family = self.packed_linears.family
+        within = f"{family.blocks}."
+        return {
+            own.removesuffix(".weight"): disk.removesuffix(".weight")
+            for own, disk in family.disk_names.items()
+            if own.startswith(within) and disk.startswith(within)
+        }
 
     def require_asked(self) -> None:
         """Refuse packed linears for which vLLM has no layer, or one that takes only 16 bits."""
@@ -131,6 +152,7 @@ class QtoolConfig(QuantizationConfig):
             fusion.switch_on(config)
             if self.keeps_cache is None:
                 self.keeps_cache = choose_cache(config, self.format.kv)
+                self.of_transformers = config.model_config.using_transformers_backend()
         if isinstance(layer, LinearBase):
             names = self.shards(prefix)
             linear_format = self.packed_linears.joined(prefix, names)
