@@ -25,12 +25,12 @@ def standard_error(values: list[float]) -> float | None:
 
 
 def batch_means(values: list[float]) -> list[float]:
-    """Means of about sqrt(n) runs of the n consecutive ``values``, at least of two.
+    """Means of about sqrt(n) runs of the n consecutive ``values``, of at least two if n is above 1.
 
     Neighbouring windows of a text are alike, and the standard error over windows would be too
     small: by half or more on WikiText-2 and C4. Long runs depend less on one another.
     """
-    runs = max(1, min(2, len(values)), round(math.sqrt(len(values))))
+    runs = min(len(values), max(2, round(math.sqrt(len(values)))))
     parts = torch.tensor(values, dtype=torch.float64).tensor_split(runs)
     return [float(part.mean()) for part in parts]
 

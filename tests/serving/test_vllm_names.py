@@ -20,7 +20,7 @@ from qtool.pipeline.quantize import quantize
 from qtool.serving.verify import layers
 from qtool.serving.vllm.config import QtoolConfig
 from tests.models.tiny import save_tiny
-from tests.serving.conftest import Native, rule
+from tests.serving.conftest import Native, rewritten, rule
 from tests.serving.models import configured, loaded
 
 
@@ -66,14 +66,16 @@ def test_every_linear_is_found(model_type: str, tmp_path: Path) -> None:
 )
 def test_a_router_s_bias_has_the_name_that_vllm_takes(model_type: str, tmp_path: Path) -> None:
     """It is published under another name than transformers gives it."""
-    checkpoint = Checkpoint(packed(model_type, tmp_path))
-    (bias,) = (name for name in checkpoint.entries if name.endswith("e_score_correction_bias"))
+    made = Checkpoint(packed(model_type, tmp_path))
+    (bias,) = (name for name in made.entries if name.endswith("e_score_correction_bias"))
+    stored = torch.arange(1, 5).view(made.read(bias).shape).to(made.read(bias))
+    checkpoint = Checkpoint(rewritten(made.directory, tmp_path / "biased", {bias: stored}))
     model = loaded(checkpoint.directory)
     rows = list(layers(model, checkpoint))
     assert rows and not [row for row in rows if row.problem]
-    found = [p for n, p in model.named_parameters() if n.endswith("e_score_correction_bias")]
-    found += [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
-    assert any(torch.equal(b.flatten(), checkpoint.read(bias).flatten()) for b in found)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    found = [tensor for name, tensor in tensors if name.endswith("e_score_correction_bias")]
+    assert any(torch.equal(tensor.flatten(), stored.flatten()) for tensor in found)
 
 
 @pytest.mark.parametrize(
