@@ -26,6 +26,8 @@ PANEL = 256
 ROWS, MANY_ROWS, MANY = 8, 16, 16384
 #: columns that are rounded in each step
 SUB = 8
+#: number of these columns whose code the compiler repeats; all eight take it four times as long
+UNROLL = 2
 #: least number of columns for which the library's product sums each row in the same order, whatever
 #: the number of rows (of a panel's terms, on an H200; with 8 columns it does not)
 WIDE = 128
@@ -57,6 +59,7 @@ if find_spec("triton"):
         ROWS: tl.constexpr,
         B: tl.constexpr,
         SUB: tl.constexpr,
+        UNROLL: tl.constexpr,
     ):
         problem = tl.program_id(1).to(tl.int64)
         own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -85,7 +88,7 @@ if find_spec("triton"):
             if SPARSE:
                 pruned = tl.load(keep_ptr + at, inside, 0) == 0
             code, change = target, target
-            for k in tl.static_range(SUB):
+            for k in tl.range(SUB, loop_unroll_factor=UNROLL):
                 wanted = target
                 if SPARSE:
                     wanted = tl.where(pruned, -offset, target)
@@ -155,6 +158,7 @@ def sweep(
             ROWS=rows,
             B=width,
             SUB=min(SUB, width),
+            UNROLL=UNROLL,
             num_warps=1,
         )
         later = slice(start + b, None)
