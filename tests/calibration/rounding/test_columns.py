@@ -245,6 +245,27 @@ def test_fused_kernel_equals_torch(n: int, k: int, panel: int, sparse: bool, cau
     torch.testing.assert_close(on_device.cpu()[same], error[same], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+def test_a_row_is_rounded_alike_by_programs_of_few_and_of_many_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = torch.Generator(DEVICE).manual_seed(0)
+    shape, panel = (1, 64, 2 * columns_triton.PANEL), columns_triton.PANEL
+    weight = 0.02 * torch.randn(shape, generator=random, device=DEVICE)
+    feedback = torch.randn(1, shape[2], shape[2], generator=random, device=DEVICE).triu(1) / panel
+    group = (torch.arange(shape[2], device=DEVICE) // 64)[None]
+    step = 0.004 + 0.002 * torch.rand(1, 64, 8, generator=random, device=DEVICE)
+    grid = Grid(step, step / 3, torch.full_like(step, -8), torch.full_like(step, 7))
+    found = []
+    for many in (shape[1] + 1, shape[1]):
+        monkeypatch.setattr(columns_triton, "MANY", many)
+        error = torch.zeros_like(weight)
+        found.append((columns_triton.sweep(weight, error, feedback, grid, group), error))
+    (few, few_errors), (many_codes, many_errors) = found
+    assert few.unique().numel() > 8
+    assert torch.equal(few, many_codes) and torch.equal(few_errors, many_errors)
+
+
 def sparsegpt(weight: Tensor, hessian: Tensor, n: int, m: int) -> Tensor:
     """SparseGPT's n:m mask by optimal brain surgery, one column and one inverse at a time (section
     3.3): a column that is done leaves the problem, those after it hold what makes up for it.

@@ -3,7 +3,8 @@
 The kernel rounds a panel. A program holds ``ROWS x b`` targets, and those of ``SUB`` columns a
 second time. It rounds all of these columns in each step, of which one has its final target, and
 adds what that column's error changed to the columns after it. So threads exchange nothing but sums
-over ``SUB`` columns.
+over ``SUB`` columns. A product and a sum are one ``fma`` wherever they meet, since the compiler may
+fuse them or not, and its choice depends on the number of rows of a program.
 
 The product then adds what the panel changed to all columns after it, ``T[:, later] += (E - E_old)
 M[panel, later]``, so that a target is ready when its turn comes. It sums over ``b`` terms only, in
@@ -94,16 +95,16 @@ if find_spec("triton"):
                     wanted = tl.where(pruned, -offset, target)
                 code = tl.minimum(tl.maximum(wanted * inverse, low), high)
                 code = (code + MAGIC) - MAGIC
-                change = centred - old - code * step
+                change = tl.fma(-code, step, centred - old)
                 final = tl.sum(tl.where(few[None, :] == k, change, 0.0), 1)[:, None]
                 line = feedback_ptr + (start + first + k).to(tl.int64) * columns
                 real = first + k < b
                 near = real & (few > k) & (column < b)
                 behind = real & (every >= first + SUB) & (every < b)
-                target += final * tl.load(line + column, near, 0.0)[None, :]
-                targets += final * tl.load(line + every, behind, 0.0)[None, :]
+                target = tl.fma(final, tl.load(line + column, near, 0.0)[None, :], target)
+                targets = tl.fma(final, tl.load(line + every, behind, 0.0)[None, :], targets)
             tl.store(codes_ptr + at, code.to(tl.int16), inside)
-            tl.store(error_ptr + at, centred - code * step, inside)
+            tl.store(error_ptr + at, tl.fma(-code, step, centred), inside)
             tl.store(change_ptr + row * B + column[None, :], change, inside)
 
 
