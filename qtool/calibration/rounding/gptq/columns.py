@@ -9,6 +9,7 @@ Legend: E problems, N output channels, K input channels, G groups, b columns of 
 
 from dataclasses import fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,22 +80,22 @@ def round_panel(
     """Codes and errors ``[E, N, b]`` of one panel; the fields of ``grid`` are ``[E, N, b]`` too.
 
     It works on transposes, in which a column is contiguous, and on differences from the grid's
-    offsets. Transposes are split into columns at once, because taking a column of a tensor costs as
-    much as a step of the arithmetic.
+    offsets. A column is a few small operations, which numpy starts in a third of torch's time.
     """
     target, weight, error, step, offset, low, high = (
-        t.permute(2, 0, 1).contiguous()  # [b, E, N]
+        t.permute(2, 0, 1).to(weight.dtype).contiguous()  # [b, E, N]
         for t in (target, weight, error, grid.step, grid.offset, grid.low, grid.high)
     )
     target, weight = target - offset, weight - offset
     feedback = feedback.permute(1, 2, 0)[..., None].contiguous()  # [b, b, E, 1]
     codes, errors = torch.empty_like(target), torch.empty_like(target)
-    given = target, weight, error, step, low, high, codes, errors, feedback
-    for k, columns in enumerate(zip(*(t.unbind() for t in given), strict=True)):
+    later, given = target.numpy(), (target, weight, error, step, low, high, codes, errors, feedback)
+    for k, columns in enumerate(zip(*(t.numpy() for t in given), strict=True)):
         wanted, w, before, s, lo, hi, code, e, m = columns  # [E, N] each; m: [b, E, 1]
         if keep is not None:
-            wanted = torch.where(keep[:, :, k], wanted, -offset[k])
-        torch.div(wanted, s, out=code).round_().clamp_(lo, hi)
-        torch.addcmul(w, code, s, value=-1, out=e)
-        target[k + 1 :].addcmul_(m[k + 1 :], e - before)
+            wanted = np.where(keep[:, :, k], wanted, -offset[k])
+        np.rint(np.divide(wanted, s, out=code), out=code)
+        np.clip(code, lo, hi, out=code)
+        np.subtract(w, code * s, out=e)
+        later[k + 1 :] += m[k + 1 :] * (e - before)
     return codes.permute(1, 2, 0), errors.permute(1, 2, 0)
