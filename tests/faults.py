@@ -600,8 +600,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/rounding/gptq/columns.py",
-            "m[k + 1 :], e - before)",
-            "m[k + 1 :], e)",
+            "m[k + 1 :] * (e - before)",
+            "m[k + 1 :] * e",
             "tests/calibration/rounding/test_columns.py",
         ),
         (
