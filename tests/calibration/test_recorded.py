@@ -86,7 +86,10 @@ def test_routed_experts_wait_and_are_not_recorded(blocks: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["w4a16-24", "w4a8-lqq", "w4a4"])
-@pytest.mark.parametrize("options", [{}, {"decay": False, "loss": "cosine"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"weight_lr": 0.05}, {"weight_lr": 0.05, "decay": False, "loss": "cosine"}, {"weight_lr": 0}],
+)
 def test_a_recorded_lesson_is_the_lesson(name: str, options: dict[str, Any]) -> None:
     block, batches = random_block(get(name), (32,) * 6, hidden_size=128, num_attention_heads=2)
     block.module.cuda()
@@ -96,7 +99,7 @@ def test_a_recorded_lesson_is_the_lesson(name: str, options: dict[str, Any]) -> 
         with mock.patch.object(
             distill, "Recorded", lambda f, kind=kind: graphs.append(kind(f)) or graphs[-1]
         ):
-            Distill(samples=12, batch=2, epochs=3, weight_lr=0.05, **options).round(own, inputs)
+            Distill(samples=12, batch=2, epochs=3, **options).round(own, inputs)
         curves.append(own.notes["distill"]["loss"])
     assert graphs[0].graph is not None and not graphs[0].refused
     assert curves[0] == pytest.approx(curves[1], rel=1e-3)

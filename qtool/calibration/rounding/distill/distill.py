@@ -215,7 +215,7 @@ class Distill(Rounding):
         # tensors by their place, so that a rate that falls is one
         on_gpu = device.type == "cuda"
         groups = [
-            {"params": params, "lr": torch.tensor(rate, device=device) if on_gpu else rate}
+            {"params": params, "lr": torch.tensor(float(rate), device=device) if on_gpu else rate}
             for params, rate in ((weights, self.weight_lr), (bounds, self.scale_lr))
         ]
         return torch.optim.Adam(
