@@ -420,6 +420,7 @@ def test_what_a_method_returns_wrongly_is_named(
         (Clip, "rewrites_embedding", property(lambda _: 1), "rewrites_embedding is 1; bool"),
         (RoundToNearest, "compares", property(lambda _: "no"), "compares is 'no'; bool"),
         (RoundToNearest, "iteration", 1.5, "iteration is 1.5; int"),
+        (RoundToNearest, "iteration", 0, "iteration 0: a whole number of at least 1"),
     ],
 )
 def test_a_property_of_another_type_is_named(base: Any, name: str, value: Any, said: str) -> None:

@@ -158,7 +158,7 @@ class Rounding(Method):
 
     @property
     def iteration(self) -> int:
-        """Sequences in one iteration of an optimizer; the size of a batch is a multiple of it."""
+        """Sequences in one iteration of an optimizer, at least 1; a batch has a multiple of it."""
         return 1
 
     @property

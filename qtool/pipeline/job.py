@@ -17,7 +17,7 @@ from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
-from qtool.errors import QtoolError, suggest
+from qtool.errors import QtoolError, require_count, suggest
 from qtool.exchange.import_formats import already_quantized
 from qtool.format import CheckpointFormat, LinearFormat, Rule, of_any_expert
 from qtool.io.source import dequantized_note, plain_config
@@ -125,6 +125,7 @@ class Job(Architecture):
             method.prepare(family, settings)
             plugins.require_kinds(method, method.name, plugins.properties(Transform))
         plugins.require_kinds(rounding, rounding.name, plugins.properties(Rounding))
+        require_count(f"{rounding.name}: iteration", rounding.iteration)
         first: dict[Family, int] = {}  # the first block of each kind
         for block in range(settings.num_hidden_layers):
             first.setdefault(family.at(settings, block), block)
