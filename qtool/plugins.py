@@ -225,13 +225,13 @@ def _in_words(kind: Any) -> str:
 
 
 def require_json(given: Any, what: str) -> None:
-    """Refuse ``given``, which users call ``what``, if it cannot be written.
+    """Refuse ``given``, which users call ``what``, if strict JSON, without NaN, cannot hold it.
 
     Raises:
         QtoolError: naming what JSON does not hold.
     """
     try:
-        json.dumps(given)
+        json.dumps(given, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise QtoolError(f"{what} cannot be written as JSON: {error}") from error
 

@@ -323,6 +323,14 @@ def transform(do: Callable[[Block], object]) -> dict[str, Any]:
             lambda block: block.notes.update({"mine": torch.ones(1)}),
             "mine: its notes of a block cannot be written as JSON: .*Tensor",
         ),
+        (
+            lambda block: block.notes.update({"mine": {"error": [torch.inf]}}),
+            "mine: its notes of a block cannot be written as JSON: Out of range float values",
+        ),
+        (
+            lambda block: block.notes.update({("mine", 1): 0.5}),
+            r"\('mine', 1\): its notes of a block cannot be written as JSON: keys must be",
+        ),
     ],
 )
 def test_what_a_transform_notes_and_nothing_would_come_of_is_refused(

@@ -389,9 +389,10 @@ def test_a_format_whose_weight_is_a_tensor_that_it_stores(
     done = export(native, "dense", tmp_path / "out")
     assert set(done.errors.values()) == {0.0}
     assert Checkpoint(done.directory).read("model.layers.0.mlp.up_proj.dense").any()
-    monkeypatch.setattr(Dense, "written", torch.ones(1))
-    with pytest.raises(QtoolError, match="dense: its quantization_config cannot be written as"):
-        export(native, "dense", tmp_path / "tensor")
+    for no_json in (torch.ones(1), float("nan")):
+        monkeypatch.setattr(Dense, "written", no_json)
+        with pytest.raises(QtoolError, match="dense: its quantization_config cannot be written as"):
+            export(native, "dense", tmp_path / "tensor")
     monkeypatch.setattr(Dense, "factor", float("nan"))
     with pytest.raises(QtoolError, match="proj: dense reads NaN or Inf from its tensors"):
         export(native, "dense", tmp_path / "nan")

@@ -199,7 +199,7 @@ class BuiltBlocks:
         if errors := weight_errors(rounded):
             notes.setdefault(job.rounding.name, errors)
         for method, noted in notes.items():
-            require_json(noted, f"{method}: its notes of a block")
+            require_json({method: noted}, f"{method}: its notes of a block")
         stored = {
             prefix + n: as_stored(prefix + n, p, job)
             for n, p in block.parameters().items()
