@@ -45,6 +45,10 @@ _loaded = False
 _called: set[EntryPoint] = set()
 
 
+class _CannotLoad(QtoolError):
+    """A plugin failed; the message names it."""
+
+
 def load() -> None:
     """Call all installed entry points of the group ``qtool.plugins``, once per process.
 
@@ -52,9 +56,14 @@ def load() -> None:
         QtoolError: naming the entry point that failed, and the line.
     """
     global _loaded
-    if _loaded:
-        return
-    _loaded = True  # before the first call, which may look names up
+    if not _loaded:
+        _loaded = True  # before the first call, which may look names up
+        _call_others()
+
+
+def _call_others() -> None:
+    """Call the entry points that were not called yet."""
+    global _loaded
     for entry in entry_points(group=GROUP):
         if entry in _called:
             continue
@@ -64,7 +73,9 @@ def load() -> None:
         except (Exception, SystemExit) as error:  # another package's code
             _loaded = False
             _called.remove(entry)
-            raise QtoolError(
+            if isinstance(error, _CannotLoad):  # another plugin, which this one waits for
+                raise
+            raise _CannotLoad(
                 f"the plugin {entry.name!r} ({entry.value}) cannot be loaded:"
                 f" {type(error).__name__}: {error}{_place(error)}"
             ) from error
@@ -102,11 +113,15 @@ def versions() -> dict[str, str]:
 def find(table: MutableMapping[str, T], name: str, kind: str) -> T:
     """The entry ``name`` of ``table``, built in or from a plugin.
 
+    A plugin that is being called gets what others add, in whatever order they are called.
+
     Raises:
         QtoolError: an unknown ``kind`` (``scheme``, ``layout``, ...), with a suggestion.
     """
     load()
     if require_text(kind, name) not in table:
+        _call_others()
+    if name not in table:
         raise QtoolError(f"unknown {kind} {name!r}: {suggest(name, table)}")
     return table[name]
 
