@@ -1,4 +1,13 @@
-"""Byte counts and durations as text for people."""
+"""Numbers as text: byte counts and durations for people, and whole numbers that they give."""
+
+
+def whole_number(text: str) -> int | None:
+    """The number that ``text`` has in ASCII digits; None for any other text.
+
+    >>> whole_number("32"), whole_number("3²"), whole_number("٣"), whole_number("-3")
+    (32, None, None, None)
+    """
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def bytes_text(nbytes: float) -> str:

@@ -20,12 +20,14 @@ import qtool.cli
 from qtool import recipes
 from qtool.data.corpora import data_directory
 from qtool.errors import QtoolError, in_one_line
+from qtool.eval.channel_range import role
 from qtool.io.finite import require_all_finite
 from qtool.io.model_directory import DEMO
 from qtool.io.safetensors import space_for, write_text
 from qtool.io.source import Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.load import load
+from qtool.runtime.read_linear import linear_shape
 from tests.conftest import MakeModel
 from tests.models.tiny import save_tiny
 
@@ -519,6 +521,26 @@ def test_unknown_names(refused, make_model: MakeModel, tmp_path: Path) -> None: 
     refused("neither a file nor one of fast, paper, best", model, "--recipe", "bst")
     edit_config(model, model_type="whisper")
     refused("unsupported architecture 'whisper': an encoder-decoder", model)
+
+
+@pytest.mark.parametrize("number", ["3²", "٣"])
+def test_only_ascii_digits_are_digits(  # type: ignore[no-untyped-def]
+    number: str, refused, make_model: MakeModel, monkeypatch, capsys
+) -> None:
+    model = make_model()
+    refused(f"--group-size {number!r}: a number of input channels", model, "--group-size", number)
+    monkeypatch.setattr("qtool.bench._require_gpu", lambda *given: None)
+    for options in (
+        ["gemm", "--tokens", f"16,{number}"],
+        ["kv", "--shapes", f"64x4096x8x32x{number}"],
+        ["serve", model, "--batches", f"16,{number}"],
+    ):
+        code, message = qtool_run(monkeypatch, capsys, "bench", *options)
+        assert code == 2 and f"{options[-1]!r}" in message.replace(f"{options[-1]}:", "")
+    name = f"model.layers.{number}.mlp.up_proj"
+    with pytest.raises(QtoolError, match=f"{name}: not a linear of Llama blocks"):
+        linear_shape(Checkpoint(model), name)
+    assert role(f"model.layers.0.{number}.up_proj") == f"{number}.up_proj"
 
 
 def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtool.errors import QtoolError, require_positive, suggest
+from qtool.units import whole_number
 
 if TYPE_CHECKING:
     from qtool.bench.quantize import Measured
@@ -92,12 +93,13 @@ def bench_gemm(
     for scheme in schemes or ():
         if scheme not in COLUMNS:
             raise QtoolError(f"bench gemm: unknown scheme {scheme!r}: {suggest(scheme, COLUMNS)}")
-    if not all(count.isdigit() and int(count) for count in tokens):
+    counts = [number for count in tokens if (number := whole_number(count))]
+    if len(counts) < len(tokens):
         raise QtoolError(
             f"bench gemm: --tokens {','.join(tokens)!r}: positive numbers separated by commas are"
             " expected"
         )
-    return table(gemm_table(models, [int(count) for count in tokens], schemes or DEFAULT_COLUMNS))
+    return table(gemm_table(models, counts, schemes or DEFAULT_COLUMNS))
 
 
 def bench_kv(shapes: Sequence[str] | None = None) -> str:

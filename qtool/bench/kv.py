@@ -13,6 +13,7 @@ from qtool.errors import QtoolError
 from qtool.kernels.attention.kv_append import kv_append
 from qtool.kernels.attention.kv_attention import kv_attention
 from qtool.kernels.attention.packed_cache import TOKENS
+from qtool.units import whole_number
 
 #: the default shapes; the project states its speed for the first one
 SHAPES = (
@@ -45,8 +46,8 @@ class Shape:
         Raises:
             QtoolError: the text is not five positive numbers that a cache can have.
         """
-        numbers = [int(part) for part in text.split("x") if part.isdigit()]
-        if len(numbers) != 5 or text.count("x") != 4 or not all(numbers):
+        numbers = [number for part in text.split("x") if (number := whole_number(part))]
+        if len(numbers) != 5 or text.count("x") != 4:
             raise QtoolError(
                 f"{text!r} is no shape: sequences x tokens x kv heads x query heads x head "
                 "dimension"

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from qtool.models import family_of
 from qtool.models.auto import running, text_model
 from qtool.runtime.linear import QuantLinear
+from qtool.units import whole_number
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def worst(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[Cha
 def role(name: str) -> str:
     """A linear's name without the numbers of its block and expert: ``mlp.down_proj``."""
     parts = name.split(".")
-    block = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
-    return ".".join(part for part in parts[block + 1 :] if not part.isdigit())
+    block = next((i for i, part in enumerate(parts) if whole_number(part) is not None), -1)
+    return ".".join(part for part in parts[block + 1 :] if whole_number(part) is None)
 
 
 @contextmanager

@@ -71,9 +71,8 @@ def is_second_head(name: str, model: Architecture) -> bool:
 
 def _is_computed(name: str, model: Architecture) -> bool:
     """Whether tensor ``name`` is a buffer that old checkpoints hold and loaders compute."""
-    prefix = f"{model.family.blocks}."
-    block = name.removeprefix(prefix).partition(".")[0]
-    if not (name.startswith(prefix) and block.isdecimal() and int(block) < model.blocks):
+    block, _ = model.family.place(name)
+    if block is None or block >= model.blocks:
         return name.endswith(ROTARY)
     return any(re.search(pattern, name) for pattern in (f"{ROTARY}$", *model.family.computed))
 

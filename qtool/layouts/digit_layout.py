@@ -30,7 +30,7 @@ from qtool.layouts.words import (
 )
 
 #: the digits of an index: the first counts tiles and has no size
-DIGITS = re.compile(r"[A-Za-z]\w*(\s+[A-Za-z]\w*:[1-9]\d*)*")
+DIGITS = re.compile(r"[A-Za-z]\w*(\s+[A-Za-z]\w*:[1-9][0-9]*)*")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from qtool.errors import QtoolError
 from qtool.models.parts import Attention, Experts, Heads, LinearGroup, RowsOf, of_expert
+from qtool.units import whole_number
 
 #: sizes in config.json: those of every model, those that may be null, and those that only some
 #: families read (the config.json of another may set them to 0)
@@ -230,7 +231,7 @@ class Family:
         """The block of a full name, None outside of blocks, and the name within the block."""
         prefix = f"{self.blocks}."
         block, _, within = name.removeprefix(prefix).partition(".")
-        return (int(block) if name.startswith(prefix) and block.isdigit() else None), within
+        return (whole_number(block) if name.startswith(prefix) else None), within
 
     def tensor_parallel(self, config: Any, ranks: int) -> dict[str, tuple[int, int]]:
         """Into how many parts serving stacks cut N and K of each linear, over ``ranks`` GPUs.
@@ -347,4 +348,5 @@ def _shape(words: str, dims: Mapping[str, int]) -> tuple[int, ...]:
 
 def size_of(words: str, dims: Mapping[str, int]) -> int:
     """The number that ``words`` mean, a sum of sizes of ``dims`` and of numbers."""
-    return sum(int(word) if word.isdigit() else dims[word] for word in words.split("+"))
+    numbers = ((word, whole_number(word)) for word in words.split("+"))
+    return sum(dims[word] if number is None else number for word, number in numbers)

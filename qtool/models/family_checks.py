@@ -7,6 +7,7 @@ from qtool import plugins
 from qtool.errors import QtoolError, suggest
 from qtool.models.family import MOST_BLOCKS, OPTIONAL, REQUIRED, SIZES, Family, size_of
 from qtool.models.parts import Fold
+from qtool.units import whole_number
 
 #: more than any size of a model: beyond it a config.json is damaged
 LARGEST_SIZE = 1 << 22
@@ -110,7 +111,7 @@ def require_consistent(family: Family) -> None:
     rows = {part: words for parts in family.fused.values() for part, words in parts.items()}
     for name, shape in {**family.tensors, **rows}.items():
         for word in shape.replace("+", " ").split():
-            if not word.isdigit() and word not in known:
+            if whole_number(word) is None and word not in known:
                 raise QtoolError(
                     f"family {family.name}: the size {word!r} of {name}: {suggest(word, known)}"
                 )

@@ -24,6 +24,7 @@ from qtool.recipes import Recipe
 from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.schemes import hardware
 from qtool.schemes.kv import KV4, require_kv
+from qtool.units import whole_number
 
 WHOLE_CHANNEL = "channel"
 ACTIVATIONS = ("auto", "device", "host", "disk")
@@ -243,6 +244,6 @@ def group_size(name: str, value: int | str) -> int | None:
     """
     if value == WHOLE_CHANNEL:
         return None
-    if str(value).isdecimal() and int(value) > 0:
-        return int(value)
+    if size := whole_number(str(value)):
+        return size
     raise QtoolError(f"{name} {value!r}: a number of input channels or 'channel' is expected")

@@ -180,14 +180,16 @@ def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | N
 
     It is None if the source has no plain weights, as the quantized source of an import.
     """
-    adopt(source, Architecture(source.config, family_of(source.config)))
+    family = family_of(source.config)
+    adopt(source, Architecture(source.config, family))
     errors: dict[str, dict[int, float]] = {}
     checkpoint_format = native_format(checkpoint.config)
     for name in packed_names(checkpoint):
         if (linear_format := checkpoint_format.of(name)) and f"{name}.weight" in source:
             weight = source.read(f"{name}.weight").float()
             rounded = load_linear(checkpoint, name, linear_format, torch.device("cpu")).dequantize()
-            block = next(int(part) for part in name.split(".") if part.isdigit())
+            block, _ = family.place(name)
+            assert block is not None  # else load_linear refuses the name
             by_block, error = errors.setdefault(role(name), {}), (rounded - weight).norm()
             by_block[block] = max(by_block.get(block, 0.0), float(error / weight.norm()))
     return LayerErrors("weight", errors) if errors else None

@@ -46,8 +46,8 @@ def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
     family = family_of(checkpoint.config)
     block, within = family.place(name)
     settings = family.settings(checkpoint.config)
-    own = family if block is None else family.at(settings, block)
-    if f"{within}.weight" not in own.tensors:
+    own = None if block is None else family.at(settings, block)
+    if own is None or f"{within}.weight" not in own.tensors:
         raise QtoolError(f"{name}: not a linear of {family.name} blocks")
     n, k = own.shape(f"{within}.weight", settings)
     return n, k

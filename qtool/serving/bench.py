@@ -25,6 +25,7 @@ from qtool.io.model_directory import resolve
 from qtool.io.source import read_config
 from qtool.serving.vllm.engine import answers, engine, greedy, require_vllm
 from qtool.table import render
+from qtool.units import whole_number
 
 log = logging.getLogger(__name__)
 #: generated tokens of the two runs whose difference is timed; every prompt is prefilled before the
@@ -163,14 +164,14 @@ def bench_model(
     Raises:
         QtoolError: as :func:`bench_serve`, or a batch or a memory that is no positive number.
     """
-    if not all(batch.isdecimal() and int(batch) for batch in batches):
+    sizes = [size for batch in batches if (size := whole_number(batch))]
+    if len(sizes) < len(batches):
         raise QtoolError(
             f"bench serve: --batches {','.join(batches)!r}: positive numbers separated by commas"
             " are expected"
         )
     if memory is not None:
         require_positive("bench serve: --memory", memory)
-    sizes = [int(batch) for batch in batches]
     rows = list(
         bench_serve(resolve(model), against=against, batches=sizes, memory=memory, **options)
     )

@@ -199,6 +199,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         ({"n": "a:8"}, "n is 'a:8'; names of digits are expected, all but the first with a size"),
         ({"k": "kt m h:2"}, "k is 'kt m h:2'"),
         ({"n": "nt a:x"}, "n is 'nt a:x'"),
+        ({"n": "nt a:1٣"}, "n is 'nt a:1٣'"),
         ({"n": ""}, "n is ''"),
         ({"k": "kt a:2 h:2"}, "a digit is twice in 'nt a:8' and 'kt a:2 h:2'"),
         (

@@ -196,6 +196,7 @@ def test_declared_families_name_what_they_declare(family: Family) -> None:
         ({"post_norms": ("n",)}, "post_norms names 'n', and tensors has no n.weight"),
         ({"fused": {"qkv": {"q": "hidden"}}}, "fused names 'qkv', and tensors has no qkv.weight"),
         ({"fused": {UP: {"rest": "intr"}}}, "family Mine: the size 'intr' of rest: .* inter"),
+        ({"fused": {UP: {"rest": "3²"}}}, "family Mine: the size '3²' of rest: known: .* inter"),
         ({"biased": ("q",)}, "biased names 'q', and tensors has no q.weight"),
         ({"layer_norm": 1}, "layer_norm is 1; bool is expected"),
         ({"norm_offset": None}, "norm_offset is None; float is expected"),

@@ -15,6 +15,7 @@ from qtool import layouts, recipes
 from qtool.errors import QtoolError
 from qtool.layouts.row_major import BY_BITS
 from qtool.recipes import LayerRule, Recipe
+from qtool.units import whole_number
 
 
 def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
@@ -74,8 +75,10 @@ def roles_match(patterns: Iterable[str]) -> str:
 def role_pattern(name: str) -> str:
     """A regex for linears like ``name``: its name within the block, with any expert's number."""
     parts = name.split(".")
-    block = next(index for index, part in enumerate(parts) if part.isdigit())
-    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts[block + 1 :])
+    block = next(index for index, part in enumerate(parts) if whole_number(part) is not None)
+    return r"\.".join(
+        re.escape(part) if whole_number(part) is None else r"\d+" for part in parts[block + 1 :]
+    )
 
 
 def role_name(pattern: str) -> str:
