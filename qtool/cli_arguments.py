@@ -1,6 +1,5 @@
 """Argument types and options that several commands share."""
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from qtool.data.defaults import (
 )
 from qtool.errors import QtoolError, require_new_path
 from qtool.recipes import VARIANTS
+from qtool.strict_json import strict_json
 
 CONTEXT = {"help_option_names": ["-h", "--help"]}
 F = TypeVar("F", bound=Callable[..., Any])
@@ -365,5 +365,5 @@ def command(
 
 
 def print_json(value: Any) -> None:
-    """Print ``value`` as JSON on stdout, for programs."""
-    click.echo(json.dumps(value, indent=2))
+    """Print ``value`` as strict JSON on stdout, for programs: all that ``--json`` prints."""
+    click.echo(strict_json(value))

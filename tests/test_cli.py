@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -154,6 +156,33 @@ def test_json_of_every_command_that_makes_something(
         listed = {(scheme, d["recipe"], d["what"], d["effect"]) for d in row["departures"]}
         assert listed == {entry for entry in api.departures() if entry[0] == scheme}
     assert schemes["w4a8-lqq"]["departures"][0]["recipe"] == "paper"
+
+
+def strict(text: str) -> Any:
+    """What ``text`` says as JSON; NaN and Infinity are none."""
+
+    def refuse(token: str) -> None:
+        raise ValueError(token)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_json_of_numbers_that_are_not_finite_is_json(
+    native: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qtool.pipeline.verify.relative_distance", lambda *given: math.nan)
+    checks = strict(run("verify", native, "--json").stdout)
+    assert checks["failed"] == 14 and {row["error"] for row in checks["checks"]} == {None}
+    monkeypatch.setattr("qtool.exchange.export.weight_errors", lambda *given: {"up": math.inf})
+    exported = strict(run("export", native, "--format", "gptq", "--json").stdout)
+    assert exported["errors"] == {"up": None}
+
+
+def test_every_command_prints_json_by_the_same_function() -> None:
+    """Of which no command can print what is no strict JSON."""
+    for module in ("cli", "cli_bench", "cli_arguments"):
+        source = Path(api.__file__).with_name(f"{module}.py").read_text()
+        assert "json.dump" not in source and "import json" not in source
 
 
 def test_a_failed_check_is_in_the_json_and_in_the_exit_code(native: Path) -> None:

@@ -9,7 +9,7 @@ import qtool
 
 PACKAGE = Path(qtool.__file__).parent
 #: modules of the package itself that name no room: what each room may use
-GROUND = {"__version__", "errors", "plugins", "progress", "table", "units"}
+GROUND = {"__version__", "errors", "plugins", "progress", "strict_json", "table", "units"}
 #: the rooms from the ground up, as docs describe them; rooms of one line do not import each other
 FLOORS = [
     {"schemes"},

@@ -19,9 +19,9 @@ from qtool.eval.results import (
     TaskResult,
     batch_means,
     half_width,
-    json_safe,
     standard_error,
 )
+from qtool.strict_json import strict_json
 from qtool.table import decimal, render
 
 #: details that must be equal for two perplexities to be compared; token_ids depend on the tokenizer
@@ -174,4 +174,4 @@ def as_json(results: Results, baseline: Results | None = None) -> str:
     if baseline:
         found["baseline"] = json.loads(baseline.to_json())["tasks"]
         found["changes"] = [asdict(delta) for delta in compare(results, baseline)]
-    return json.dumps(json_safe(found), indent=1, allow_nan=False)
+    return strict_json(found)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qtool.errors import QtoolError
+from qtool.strict_json import strict_json
 
 
 def standard_error(values: list[float]) -> float | None:
@@ -126,7 +127,7 @@ class Results:
 
     def to_json(self) -> str:
         """The results as strict JSON; infinite numbers of a perplexity become null."""
-        return json.dumps(json_safe(asdict(self)), indent=1, allow_nan=False)
+        return strict_json(asdict(self))
 
 
 def from_json(text: str) -> Results:
@@ -170,12 +171,3 @@ def _metrics(found: dict[str, dict[str, Any]]) -> dict[str, Metric]:
         )
         for name, metric in found.items()
     }
-
-
-def json_safe(value: Any) -> Any:
-    """``value`` for strict JSON: infinite and NaN numbers become None, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: json_safe(entry) for key, entry in value.items()}
-    return [json_safe(entry) for entry in value] if isinstance(value, list) else value

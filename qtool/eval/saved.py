@@ -24,11 +24,12 @@ from qtool.errors import QtoolError, refuse_pipe
 from qtool.eval.compare import table
 from qtool.eval.engine import Engine, Model
 from qtool.eval.evaluate import LoadedTask
-from qtool.eval.results import Results, TaskResult, from_json, json_safe
+from qtool.eval.results import Results, TaskResult, from_json
 from qtool.io.integrity import recorded_hashes, require_intact
 from qtool.io.model_card import with_results
 from qtool.io.safetensors import write_atomic, write_json
 from qtool.io.source import CARD, Checkpoint
+from qtool.strict_json import json_safe
 
 FILE = "eval.json"
 #: the key of the list of results in eval.json
