@@ -182,7 +182,7 @@ def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | N
     """
     family = family_of(source.config)
     adopt(source, Architecture(source.config, family))
-    errors: dict[str, dict[int, float]] = {}
+    errors, undefined = dict[str, dict[int, float]](), list[str]()
     checkpoint_format = native_format(checkpoint.config)
     for name in packed_names(checkpoint):
         if (linear_format := checkpoint_format.of(name)) and f"{name}.weight" in source:
@@ -190,9 +190,13 @@ def weight_errors(checkpoint: Checkpoint, source: Checkpoint) -> LayerErrors | N
             rounded = load_linear(checkpoint, name, linear_format, torch.device("cpu")).dequantize()
             block, _ = family.place(name)
             assert block is not None  # else load_linear refuses the name
-            by_block, error = errors.setdefault(role(name), {}), (rounded - weight).norm()
-            by_block[block] = max(by_block.get(block, 0.0), float(error / weight.norm()))
-    return LayerErrors("weight", errors) if errors else None
+            error, norm = float((rounded - weight).norm()), float(weight.norm())
+            if error and not norm:
+                undefined.append(name)
+                continue
+            by_block = errors.setdefault(role(name), {})
+            by_block[block] = max(by_block.get(block, 0.0), error / (norm or 1.0))
+    return LayerErrors("weight", errors, undefined) if errors or undefined else None
 
 
 def _measured(

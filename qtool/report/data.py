@@ -84,11 +84,13 @@ class Quality:
 class LayerErrors:
     """Relative errors of the quantity ``what`` by role and block.
 
-    A block that has several linears of a role shows the largest error.
+    A block that has several linears of a role shows the largest error. The linears ``undefined``
+    have none: all their weights are zeros in the baseline, and not here.
     """
 
     what: str
     by_role: dict[str, dict[int, float]]
+    undefined: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def rises(q: Quality) -> dict[str, Any]:
 
 def errors(report: Report) -> list[dict[str, Any]]:
     """A plot of errors by block for each role of linear, all on one scale."""
-    if report.errors is None:
+    if report.errors is None or not report.errors.by_role:
         return []
     label = "loss" if report.errors.what == "block output" else "relative error"
     return _by_block(f"{report.errors.what.capitalize()} error of", label, report.errors.by_role)
@@ -194,10 +194,10 @@ def ranges(one: ChannelRange) -> dict[str, Any]:
         drawn = plots.channels(
             f"{name}: input ranges of {one.name}", scaled, top, before=name == "baseline"
         )
-        reading = (
-            f"The largest channel is {outlier(amax):.1f} × the median one; the largest value is "
-            f"{float(amax.max()):.3g}."
-        )
+        times = f"largest channel is {outlier(amax):.1f} × the median one"
+        if not amax.median():
+            times = "median channel is 0"
+        reading = f"The {times}; the largest value is {float(amax.max()):.3g}."
         sides.append({"title": name, "plot": Markup(drawn), "reading": reading})
     return {"name": one.name, "sides": sides}
 

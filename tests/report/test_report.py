@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import qtool
@@ -24,6 +25,7 @@ from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.cli import cli
 from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
+from qtool.eval.channel_range import ChannelRange
 from qtool.eval.results import Metric, TaskResult
 from qtool.eval.saved import SavedResult
 from qtool.exchange.export import export
@@ -38,7 +40,7 @@ from qtool.report import build, glossary
 from qtool.report import commands as report_commands
 from qtool.report.build import collect, report, weight_errors
 from qtool.report.data import Expert, Size, experts, gains, quality, recorded_errors
-from qtool.report.page import render, verdict
+from qtool.report.page import ranges, render, verdict
 from qtool.runtime.load import load
 from qtool.schemes.kv import KV_QUANTIZERS
 from tests.conftest import save_model
@@ -336,6 +338,40 @@ def test_weight_errors_of_rotated_inputs(make_model, tmp_path):
         found = collect(made, str(source), "cpu").errors
     assert found.what == "weight" and found.by_role.keys() == recorded.keys()
     assert found.by_role["mlp.down_proj"] == pytest.approx(recorded["mlp.down_proj"], rel=1e-4)
+
+
+def test_a_baseline_whose_weights_are_zeros_has_no_relative_error(make_model, tmp_path):
+    """A linear that is zeros in both is equal."""
+
+    def zeroed(name: str, *linears: str) -> Path:
+        directory = make_model(name=name)
+        tensors = load_file(directory / "model.safetensors")
+        for linear in linears:
+            tensors[f"model.layers.{linear}.weight"].zero_()
+        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+        return directory
+
+    up, down = "0.mlp.up_proj", "1.mlp.down_proj"
+    baseline = zeroed("baseline", up, down)
+    made = qtool.quantize(zeroed("source", up), "w8a8", recipe="fast", out=tmp_path / "made")
+    with mock.patch.multiple(build, recorded_errors=lambda _: None, _measured=lambda *_: {}):
+        found = collect(made.directory, str(baseline), "cpu")
+        assert found.errors.by_role["mlp.up_proj"][0] == 0
+        assert found.errors.by_role["mlp.down_proj"].keys() == {0}
+        assert found.errors.undefined == [f"model.layers.{down}"]
+        text = render(found)
+    assert f"in the baseline are all zeros and those here are not: model.layers.{down}." in text
+    assert "inf in block" not in text
+    nothing = replace(found, errors=replace(found.errors, by_role={}))
+    section = re.findall('<section id="errors">.*?</section>', render(nothing), re.DOTALL)[0]
+    assert down in section and "Not measured" not in section
+
+
+def test_inputs_of_which_half_are_zeros_have_no_outlier():
+    amax = torch.tensor([0.0, 0.0, 3.0])
+    sides = ranges(ChannelRange("mlp.down_proj", amax, amax + 1))["sides"]
+    assert sides[0]["reading"] == "The median channel is 0; the largest value is 3."
+    assert sides[1]["reading"].startswith("The largest channel is 4.0 × the median one;")
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mistral3"])
