@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -213,18 +215,36 @@ def test_what_needs_no_vllm_is_said_before_it_is_imported(
             engine.engine(native("w4a16", "marlin"), dtype=dtype)
 
 
-def test_an_old_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "taken"),
+    [
+        *(("0.26", True), ("0.26rc1", True), ("0.26.1.dev3+g123", True), ("0.27", True)),
+        *(("0.100.0", True), ("1.0", True), ("0.23.1", False), ("0.25.9rc2", False)),
+        *(("dev", False), ("0.2²", False)),
+    ],
+)
+def test_an_old_vllm(version: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interfaces of 0.23 and 0.26 differ: the plugin says so itself."""
     from qtool.serving.vllm import register
 
-    old, layers = ModuleType("vllm"), "vllm.model_executor.layers.quantization"
-    old.__version__ = "0.23.1"  # type: ignore[attr-defined]
-    stub = ModuleType(layers)
-    stub.register_quantization_config = None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", old)
-    monkeypatch.setitem(sys.modules, layers, stub)
-    with pytest.raises(QtoolError, match=r"vLLM 0.23.1 is installed; .* needs 0.26 or newer"):
+    registered: list[str] = []
+
+    def registration(name: str) -> Callable[[object], None]:
+        return lambda config: registered.append(name)
+
+    stubs: dict[str, dict[str, object]] = {
+        "vllm": {"__version__": version},
+        "vllm.model_executor.layers.quantization": {"register_quantization_config": registration},
+        "qtool.serving.vllm.config": {"QtoolConfig": object},
+    }
+    for module, names in stubs.items():
+        stub = ModuleType(module)
+        vars(stub).update(names)
+        monkeypatch.setitem(sys.modules, module, stub)
+    said = rf"vLLM {re.escape(version)} is installed; .* needs 0.26 or newer"
+    with nullcontext() if taken else pytest.raises(QtoolError, match=said):
         register()
+    assert registered == ["qtool"] * taken
 
 
 @pytest.mark.parametrize("kind", ["gemma4_text", "mamba"])
