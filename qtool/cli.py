@@ -337,7 +337,7 @@ def export(
 @QUIET
 @JSON
 def import_model(model: str, out: Path, layout: str | None, as_json: bool) -> None:
-    """Repack a 4-bit GPTQ, AWQ or AutoRound model.
+    """Repack a 4-bit MODEL that another tool quantized.
 
     A symmetric GPTQ, AWQ, AutoRound or compressed-tensors MODEL becomes a native w4a16 checkpoint
     with the same codes. A model with one zero point per channel becomes w4a8-qoq, which has 8-bit

@@ -19,6 +19,7 @@ from qtool import api, progress
 from qtool.cli import cli, main
 from qtool.distributed import watch
 from qtool.errors import CheckFailed, QtoolError, expand_home, require_names
+from qtool.exchange.import_formats import IMPORT_FORMATS
 from qtool.io.integrity import CHANGED
 from qtool.io.model_directory import DEMO
 from qtool.io.run_record import record_path
@@ -47,6 +48,10 @@ def test_help_names_what_a_command_has() -> None:
     assert "--resume" not in run("plan", "-h").stdout
     assert "Default: wikitext2" in " ".join(run("quantize", "-h").stdout.split())
     assert "_QTOOL_COMPLETE=bash_source qtool" in run("-h").stdout
+    summary, *rest = run("import", "-h").stdout.split("\n\n")[1:]
+    text = " ".join(" ".join(rest).lower().split()).replace("- ", "-")
+    assert all(name in text.replace("autoround", "auto-round") for name in IMPORT_FORMATS)
+    assert not any(name in summary.lower() for name in ("gptq", "awq"))  # all of them or none
 
 
 @pytest.mark.parametrize(
