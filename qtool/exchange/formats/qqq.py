@@ -23,11 +23,10 @@ from qtool.exchange.export_format import (
     TOKEN_INT8,
     ExportFormat,
     Formats,
-    file_group_size,
     float16_scale,
-    one_format,
 )
 from qtool.exchange.formats.affine import symmetric_4
+from qtool.exchange.formats.gptq import gptq_config
 from qtool.format import LinearFormat
 from qtool.layouts.qqq import QQQ_CHANNEL, QQQ_GROUP
 from qtool.schemes import Params
@@ -99,14 +98,4 @@ class Qqq(ExportFormat):
         return w8.mul_(QQQ_GROUP.unpack_channel(tensors["s_channel"].flatten())[:, None])
 
     def quantization_config(self, formats: Formats, kv: str | None) -> dict[str, Any]:
-        size = file_group_size(one_format(formats).group_size)
-        return {
-            "quant_method": "qqq",
-            "wbits": 4,
-            "bits": 4,
-            "group_size": size,
-            "desc_act": False,
-            "sym": True,
-            "lm_head": False,
-            "checkpoint_format": "qqq",
-        }
+        return gptq_config(formats, "qqq") | {"quant_method": "qqq", "wbits": 4}
