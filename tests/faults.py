@@ -334,13 +334,7 @@ FAULTS = [
             "tests/exchange/test_export.py -k reordered",
         ),
         (
-            "qtool/exchange/formats/qqq.py",
-            "leaves_16_bit: ClassVar[bool] = False",
-            "leaves_16_bit: ClassVar[bool] = True",
-            "tests/exchange/test_export.py -k 16_bit",
-        ),
-        (
-            "qtool/exchange/formats/qserve.py",
+            "qtool/exchange/export_format.py",
             "leaves_16_bit: ClassVar[bool] = False",
             "leaves_16_bit: ClassVar[bool] = True",
             "tests/exchange/test_export.py -k 16_bit",

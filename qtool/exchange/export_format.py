@@ -45,8 +45,6 @@ class ExportFormat(ABC):
     uniform: ClassVar[bool] = True
     #: a linear may stay in 16 bits
     leaves_16_bit: ClassVar[bool] = True
-    #: the format's loaders know mixtures of experts
-    holds_experts: ClassVar[bool] = True
     #: the dtype of the whole model if the format's kernels know only one; else None
     dtype: ClassVar[torch.dtype | None] = None
     #: the format's loaders take every architecture, linear by linear
@@ -142,6 +140,16 @@ class ExportFormat(ABC):
     def kv_tensors(self, k_scale: Tensor, v_scale: Tensor) -> dict[str, Tensor]:
         """The attention tensors for kv8's scales ``[H, D]``; none if the format has none."""
         return {}
+
+
+class Float16Format(ExportFormat):
+    """A format of kernels for float16 alone: dense models of which every linear is quantized."""
+
+    leaves_16_bit: ClassVar[bool] = False
+    dtype: ClassVar[torch.dtype | None] = torch.float16
+
+    def refuses_experts(self, found: LinearFormat) -> str:
+        return "its loaders know no mixture of experts"
 
 
 def size_text(group_size: int | None) -> str:

@@ -198,8 +198,7 @@ def _require_experts(target: ExportFormat, family: Family, prefix: str, formats:
     fused_shards_agree(formats, names)
     if (found := formats[names[0]]) is None:
         return
-    unknown = "" if target.holds_experts else "its loaders know no mixture of experts"
-    if reason := unknown or target.refuses_experts(found):
+    if reason := target.refuses_experts(found):
         raise QtoolError(f"{names[0]} is an expert; {target.name} cannot hold it: {reason}")
 
 

@@ -14,10 +14,9 @@ marlin-24 up to 0.14.1). Export them for the original kernels.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from qtool.exchange.export_format import VLLM_SERVE, ExportFormat, Formats, float16_scale
+from qtool.exchange.export_format import VLLM_SERVE, Float16Format, Formats, float16_scale
 from qtool.exchange.formats.affine import Affine, symmetric_4
 from qtool.exchange.formats.gptq import gptq_config
 from qtool.format import LinearFormat
@@ -27,13 +26,10 @@ from qtool.layouts.marlin_24 import MARLIN_24
 from qtool.schemes import Params
 
 
-class MarlinFile(ExportFormat):
+class MarlinFile(Float16Format):
     """``marlin`` or ``marlin-24``: a layout, and the names of its tensors in the file."""
 
-    leaves_16_bit: ClassVar[bool] = False
-    holds_experts: ClassVar[bool] = False
     config_copy: ClassVar[str] = "quantize_config.json"
-    dtype: ClassVar[torch.dtype | None] = torch.float16
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.exchange.export_format import (
     TOKEN_INT8,
-    ExportFormat,
+    Float16Format,
     Formats,
     float16_scale,
 )
@@ -32,7 +32,7 @@ from qtool.layouts.qqq import QQQ_CHANNEL, QQQ_GROUP
 from qtool.schemes import Params
 
 
-class Qqq(ExportFormat):
+class Qqq(Float16Format):
     """``qqq``."""
 
     name = "qqq"
@@ -47,10 +47,7 @@ class Qqq(ExportFormat):
         "w4a4": (128, None),
     }
     tile = (64, 128)
-    leaves_16_bit: ClassVar[bool] = False
-    holds_experts: ClassVar[bool] = False
     config_copy: ClassVar[str] = "quantize_config.json"
-    dtype: ClassVar[torch.dtype | None] = torch.float16
 
     def require(self, name: str, found: LinearFormat, n: int, k: int) -> None:
         super().require(name, found, n, k)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qtool.exchange.export_format import (
     TOKEN_INT8,
-    ExportFormat,
+    Float16Format,
     Formats,
     as_dtype,
     file_group_size,
@@ -37,7 +37,7 @@ from qtool.layouts.compute_aware import COMPUTE_AWARE
 from qtool.schemes import Params
 
 
-class QServe(ExportFormat):
+class QServe(Float16Format):
     """``qserve``."""
 
     name = "qserve"
@@ -48,10 +48,7 @@ class QServe(ExportFormat):
         "w4a8-qoq-g128": (128,),
     }
     tile = (64, 128)
-    leaves_16_bit: ClassVar[bool] = False
-    holds_experts: ClassVar[bool] = False
     config_copy: ClassVar[str] = "quant_config.json"
-    dtype: ClassVar[torch.dtype | None] = torch.float16
     tensor_parallel: ClassVar[bool] = False
 
     def tile_of(self, scheme: str) -> tuple[int, int]:
