@@ -17,8 +17,6 @@ from qtool.schemes import Params
 Formats = Mapping[str, LinearFormat | None]
 #: kinds of activations
 SIXTEEN_BIT, TOKEN_INT8 = "16-bit", "int8 per token"
-#: in the names of a mixture's routed experts
-EXPERT = r"\.experts\.\d+\."
 #: the ``next_step`` of formats that vLLM serves
 VLLM_SERVE = "vllm serve DIR"
 
@@ -91,13 +89,9 @@ class ExportFormat(ABC):
         """The reason why loaders cannot run routed experts in this format; empty if they can."""
         return ""
 
-    def cautions_experts(self, found: LinearFormat) -> str:
-        """A caution if only some loaders run routed experts in this format; empty if all do."""
-        return ""
-
-    def cautions_mixed(self, formats: Formats) -> str:
-        """A caution if only some loaders run linears in such different formats; empty if all do."""
-        return ""
+    def not_loaded(self, formats: Formats) -> list[str]:
+        """A sentence for each reason why transformers does not load such linears."""
+        return []
 
     def loads_with(self, formats: Formats) -> str:
         """What transformers must be told to load such linears; empty if nothing."""

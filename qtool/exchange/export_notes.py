@@ -1,11 +1,10 @@
 """Notes on how a loader computes otherwise than qtool, besides differences of the weights."""
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qtool.exchange.convert import Json
-from qtool.exchange.export_format import EXPERT, ExportFormat, Formats, native_activations
+from qtool.exchange.export_format import ExportFormat, Formats, native_activations
 from qtool.exchange.exportable import SPLIT_EXPERTS
 from qtool.exchange.gguf.tokenizer import caution as tokenizer_caution
 from qtool.format import LinearFormat
@@ -67,9 +66,7 @@ def not_loaded(target: ExportFormat, config: Mapping[str, Any], formats: Formats
             "experts: published as one stack, here one by one: vLLM loads them from version "
             f"{first} on, transformers does not"
         ]
-    routed = dict.fromkeys(f for name, f in formats.items() if re.search(EXPERT, name))
-    cautions = [target.cautions_experts(found) for found in routed if found]
-    return [caution for caution in (target.cautions_mixed(formats), *cautions) if caution]
+    return target.not_loaded(formats)
 
 
 def _converted(family: Family, config: Json, formats: Formats) -> str:

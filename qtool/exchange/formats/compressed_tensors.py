@@ -21,7 +21,6 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.exchange.export_format import (
-    EXPERT,
     SIXTEEN_BIT,
     TOKEN_INT8,
     VLLM_SERVE,
@@ -71,6 +70,8 @@ ACTIVATIONS: dict[str, dict[str, Any] | None] = {
 }
 FP8_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 E4M3_MAX = 448.0
+#: in the names of a mixture's routed experts
+EXPERT = r"\.experts\.\d+\."
 
 
 @dataclass(frozen=True)
@@ -120,23 +121,22 @@ class CompressedTensors(ExportFormat):
         only_cpu = stored.format == PACKED and stored.activations == TOKEN_INT8
         return "vLLM runs 4-bit experts under int8 activations on CPUs only" if only_cpu else ""
 
-    def cautions_experts(self, found: LinearFormat) -> str:
-        form = self.of_scheme[found.scheme].form
-        if form is symmetric_4:
-            return ""
-        kind = "in 8 bits" if form is int_8 else "with zero points"
-        return f"experts: transformers cannot load them {kind}; serve this export with vLLM"
-
-    def cautions_mixed(self, formats: Formats) -> str:
+    def not_loaded(self, formats: Formats) -> list[str]:
+        found = []
         if len(_expert_kinds(formats)) > 1:
-            return "experts: transformers loads them in one scheme and group size alone"
+            found.append("experts: transformers loads them in one scheme and group size alone")
         # transformers loads zero points only with dequantize=True, which needs one config group
-        return (
-            "transformers cannot load weights with zero points beside those of another scheme or "
-            "group size"
-            if self.has_zero_points(formats) and not self.alike(formats)
-            else ""
-        )
+        elif self.has_zero_points(formats) and not self.alike(formats):
+            found.append(
+                "transformers cannot load weights with zero points beside those of another scheme"
+                " or group size"
+            )
+        experts = {self.of_scheme[kind[0]].form for kind in _expert_kinds(formats) if kind}
+        return found + [
+            f"experts: transformers cannot load them {how}; serve this export with vLLM"
+            for form, how in ((int_8, "in 8 bits"), (asymmetric_4, "with zero points"))
+            if form in experts
+        ]
 
     def loads_with(self, formats: Formats) -> str:
         told = "transformers loads zero points with CompressedTensorsConfig(dequantize=True) only"
