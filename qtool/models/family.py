@@ -311,6 +311,19 @@ class Family:
         """Shape of one tensor of a block."""
         return _shape(self.tensors[tensor], self.dimensions(config))
 
+    def linear_shape(self, name: str, config: Any) -> tuple[int, int]:
+        """``(N, K)`` of the linear of the full name ``name``.
+
+        Raises:
+            QtoolError: no block has such a linear.
+        """
+        block, within = self.place(name)
+        own = None if block is None else self.at(config, block)
+        if own is None or f"{within}.weight" not in own.tensors:
+            raise QtoolError(f"{name}: not a linear of {self.name} blocks")
+        n, k = own.shape(f"{within}.weight", config)
+        return n, k
+
     def dimensions(self, config: Any) -> dict[str, int]:
         """Sizes by word: hidden, q, kv, dim (of a head), inter, vocab and the family's own."""
         heads = Heads.of(config)

@@ -124,9 +124,7 @@ class PackedLinears:
 
     def shape(self, name: str) -> tuple[int, int]:
         """``(N, K)`` of the linear ``name``."""
-        block, within = self.family.place(name)
-        n, k = self._block(block or 0).shape(f"{within}.weight", self.settings)
-        return n, k
+        return self.family.linear_shape(name, self.settings)
 
     def share(self, name: str, ranks: int) -> tuple[tuple[int, ...], int, int]:
         """The share that one of ``ranks`` GPUs has of the linear ``name``.

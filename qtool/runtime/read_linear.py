@@ -44,10 +44,4 @@ def load_linear(
 def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
     """``(N, K)`` of the linear ``name``, by the family's declaration and config.json."""
     family = family_of(checkpoint.config)
-    block, within = family.place(name)
-    settings = family.settings(checkpoint.config)
-    own = None if block is None else family.at(settings, block)
-    if own is None or f"{within}.weight" not in own.tensors:
-        raise QtoolError(f"{name}: not a linear of {family.name} blocks")
-    n, k = own.shape(f"{within}.weight", settings)
-    return n, k
+    return family.linear_shape(name, family.settings(checkpoint.config))
