@@ -183,13 +183,6 @@ def test_json_of_numbers_that_are_not_finite_is_json(
     assert exported["errors"] == {"up": None}
 
 
-def test_every_command_prints_json_by_the_same_function() -> None:
-    """Of which no command can print what is no strict JSON."""
-    for module in ("cli", "cli_bench", "cli_arguments"):
-        source = Path(api.__file__).with_name(f"{module}.py").read_text()
-        assert "json.dump" not in source and "import json" not in source
-
-
 def test_a_failed_check_is_in_the_json_and_in_the_exit_code(native: Path) -> None:
     shard = next(native.glob("model-00002*"))
     data = bytearray(shard.read_bytes())
