@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import qtool
 from qtool import recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.errors import QtoolError
@@ -59,6 +60,16 @@ def test_every_built_in_recipe_fits_the_demo(scheme: str, variant: str) -> None:
     job = Job.of(CONFIG, recipe)
     assert recipe.scheme == scheme and recipe.about
     assert all(job.format.of(job.full(0, name)) for name in job.linears(0))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("scheme", "variant"), BUILT_IN)
+def test_every_built_in_recipe_runs_on_a_gpu(scheme: str, variant: str, tmp_path: Path) -> None:
+    how = {"calibration": "demo", "samples": 4, "seqlen": 64}
+    out = qtool.quantize(
+        "demo", scheme, recipe=variant, out=tmp_path / "out", device="cuda", **how
+    ).directory
+    assert {row.problem for row in qtool.verify(out, device="cuda")} == {""}
 
 
 def test_the_papers_schemes_are_all_there() -> None:
