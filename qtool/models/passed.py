@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from qtool.units import whole_number
+
 
 def as_arguments(passed: Mapping[str, Tensor], passes: Mapping[str, int]) -> dict[str, Any]:
     """The arguments of a block that ``passed`` are: new mappings, which the block may write to."""
@@ -18,7 +20,9 @@ def as_arguments(passed: Mapping[str, Tensor], passes: Mapping[str, int]) -> dic
     for path in sorted(passed):
         name, *rest = path.split(".")
         if rest:
-            found[name][rest[0]] = (*found[name].get(rest[0], ()), passed[path])
+            number = whole_number(rest[0])  # of a block
+            key = rest[0] if number is None else number
+            found[name][key] = (*found[name].get(key, ()), passed[path])
         else:
             found[name] = passed[path]
     return found

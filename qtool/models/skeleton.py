@@ -67,6 +67,11 @@ def stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:
 def fill(module: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
     """Give ``module`` the tensors of ``weights``, by name within it; some may be on ``meta``."""
     module.load_state_dict(weights, strict=True, assign=True)
+    move(module, device)
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Put the tensors of ``module`` on ``device``, except those on ``meta``."""
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 

@@ -255,7 +255,7 @@ class Step:
     """A step of one token per sequence over one cache: its inputs, and its graph if recorded."""
 
     def __init__(self, cache: Any, kwargs: dict[str, Any]) -> None:
-        self.inputs = {name: kwargs[name].clone() for name in INPUTS if name in kwargs}
+        self.inputs = {name: tensor.clone() for name, tensor in _inputs(kwargs).items()}
         self.settings = _settings(kwargs)
         self.keys = cache.layers[0].keys
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -265,7 +265,7 @@ class Step:
         return (
             cache.layers[0].keys is self.keys
             and _settings(kwargs) == self.settings
-            and {name: kwargs[name].shape for name in INPUTS if name in kwargs}
+            and {name: tensor.shape for name, tensor in _inputs(kwargs).items()}
             == {name: tensor.shape for name, tensor in self.inputs.items()}
         )
 
@@ -333,6 +333,11 @@ def _is_step(cache: Any, kwargs: dict[str, Any]) -> bool:
 def _has_graphs(device: torch.device) -> bool:
     """Whether a graph may be recorded on ``device`` now, so not during another recording."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def _inputs(kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """Those of :data:`INPUTS` that a forward is given."""
+    return {name: kwargs[name] for name in INPUTS if kwargs.get(name) is not None}
 
 
 def _settings(kwargs: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -88,12 +88,13 @@ def quantize(
     scheme: str = "w4a16",
     progress: Callable[..., Any] | None = None,
     resume: bool = False,
+    device: str = "cpu",
 ) -> None:
     """``qtool.quantize``, calibrated on :func:`windows`."""
     samples, seqlen = WINDOWS
     sizes: Any = {} if recipe == "fast" else {"samples": samples, "seqlen": seqlen}
     calibration = None if recipe == "fast" else windows(source)
-    options = {"progress": progress, "resume": resume, **sizes}
+    options = {"progress": progress, "resume": resume, "device": device, **sizes}
     qtool.quantize(source, scheme, recipe=recipe, calibration=calibration, out=out, **options)
 
 
@@ -175,7 +176,8 @@ def resumes(source: Path, out: Path, whole: Path, recipe: str = "paper") -> None
 
 def logits(model: PreTrainedModel) -> Tensor:
     """Of a few tokens, ``[1, 12, V]``."""
-    found: Tensor = text_model(model)(input_ids=torch.arange(3, 15)[None], use_cache=False).logits
+    ids = torch.arange(3, 15, device=model.device)[None]
+    found: Tensor = text_model(model)(input_ids=ids, use_cache=False).logits.cpu()
     never = found == torch.finfo(found.dtype).min  # tokens that Chameleon does not give
     return found.float().masked_fill(never, 0)
 

@@ -36,6 +36,17 @@ def test_a_class_is_quantized_end_to_end(model_type: str, tmp_path: Path) -> Non
     check(model_type, tmp_path)
 
 
+#: frequencies or positions that the model itself does not move to its input
+@pytest.mark.cuda
+@pytest.mark.parametrize("model_type", (*SAMPLE, "qwen2_vl", "xglm"))
+def test_a_class_is_quantized_on_a_gpu(model_type: str, tmp_path: Path) -> None:
+    source, out = save_tiny(model_type, tmp_path / "source"), tmp_path / "out"
+    proof.quantize(source, out, "best", device="cuda")
+    assert {row.problem for row in qtool.verify(out, device="cuda")} == {""}
+    on_gpu, on_cpu = (proof.logits(qtool.load(out, device=device)) for device in ("cuda", "cpu"))
+    assert proof.distance(on_gpu, on_cpu) < 10 * proof.TOLERANCE
+
+
 #: Gemma 4's experts hang in the block itself, beside its MLP
 GEMMA4_MIXTURE = {
     "enable_moe_block": True,

@@ -20,6 +20,7 @@ from qtool.io.safetensors import read_header
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.auto import auto_class, text_model
+from qtool.models.passed import as_arguments, handed_on
 from qtool.models.skeleton import bound_arguments
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import activation_bytes
@@ -125,6 +126,12 @@ def test_a_block_gets_what_transformers_gives_it(
     for (reference, quantized), of_float, of_result in zip(seen, exact, made, strict=True):
         assert_same(reference, of_float)
         assert_same(quantized, of_result)
+
+
+def test_a_mapping_by_numbers_of_blocks_or_by_their_kinds_comes_back() -> None:
+    keys, values = torch.zeros(1), torch.ones(1)
+    given = {"shared": {0: (keys, values), "full_attention": (values, keys)}}
+    assert as_arguments(handed_on((), given, {"shared": 0}), {"shared": 0}) == given
 
 
 @pytest.mark.parametrize("place", ["device", "disk"])

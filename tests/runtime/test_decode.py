@@ -8,6 +8,7 @@ import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,6 +206,17 @@ def test_other_ways_to_generate(how: dict[str, Any], recorded: list[str]) -> Non
     graph_decoding(model)
     assert torch.equal(written(), expected)
     assert model.generation_config.cache_implementation is None
+
+
+def test_a_step_may_leave_its_positions_to_the_model(recorded: list[str]) -> None:
+    model: Any = model_of(LlamaConfig)
+    prepare = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = wraps(prepare)(
+        lambda *given, **how: prepare(*given, **how) | {"position_ids": None}
+    )
+    expected = greedy(model)
+    assert graph_decoding(model)
+    assert torch.equal(greedy(model), expected) and "replay" in recorded
 
 
 def test_what_a_graph_cannot_hold_is_the_models_own_forward(recorded: list[str]) -> None:

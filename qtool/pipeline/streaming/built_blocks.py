@@ -32,7 +32,7 @@ from qtool.io.read_ahead import ReadAhead
 from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
 from qtool.models.auto import float_config
-from qtool.models.skeleton import fill, release, skeleton, stays_float32
+from qtool.models.skeleton import fill, move, release, skeleton, stays_float32
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.memory import compute_dtype
 from qtool.pipeline.streaming.activations import Activations
@@ -87,6 +87,7 @@ class BuiltBlocks:
         self.snapshots, self.kept = snapshots, kept
         self.compute = compute_dtype(job, device)
         self.model = skeleton(float_config(source.directory))
+        move(self.model, device)  # not every model moves its frequencies or positions to its input
         if self.compute != torch.float32:
             fuse_norms(self.model)
         self.read_ahead = ReadAhead(
