@@ -174,6 +174,7 @@ def resumes(source: Path, out: Path, whole: Path, recipe: str = "paper") -> None
     shutil.rmtree(out)
 
 
+@torch.no_grad()
 def logits(model: PreTrainedModel) -> Tensor:
     """Of a few tokens, ``[1, 12, V]``."""
     ids = torch.arange(3, 15, device=model.device)[None]
