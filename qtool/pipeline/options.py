@@ -222,10 +222,10 @@ def granularity(scheme: str | None, target: str) -> tuple[str, str]:
     if scheme in ("w4a8-qoq", "w4a8-qoq-g128"):
         choice = hardware.choose_qoq(hardware.gpu(target))
         return choice.choice, choice.reason
-    raise QtoolError(
-        f"--target chooses between granularities of w4a4 and w4a8-qoq;"
-        f" {scheme or 'a recipe file'} has one for every GPU"
+    found = (
+        "pass --scheme with one of them" if scheme is None else f"{scheme} has one for every GPU"
     )
+    raise QtoolError(f"--target chooses between granularities of w4a4 and w4a8-qoq; {found}")
 
 
 def _recipe(scheme: str | None, recipe: str | PathLike[str] | Mapping[str, Any] | Recipe) -> Recipe:

@@ -243,6 +243,8 @@ def test_a_gpu_chooses_the_granularity() -> None:
     assert chosen.scheme == "w4a8-qoq-g128" and "l40s" in chosen.reason
     with pytest.raises(QtoolError, match="has one for every GPU"):
         RecipeOverrides(target="a100").recipe("w8a8")
+    with pytest.raises(QtoolError, match="w4a4 and w4a8-qoq; pass --scheme with one of them"):
+        RecipeOverrides(target="a100").recipe(None)
     with pytest.raises(QtoolError, match="did you mean l40s"):
         RecipeOverrides(target="l4os").recipe("w4a4")
 
