@@ -207,9 +207,12 @@ class Adapter:
         try:
             rank = int(self._of_pattern("rank_pattern", module, self.config["r"]))
             alpha = float(self._of_pattern("alpha_pattern", module, self.config["lora_alpha"]))
-            return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank), rank
+            scaling = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, re.error) as bad:
             raise QtoolError(f"{self.directory}: {CONFIG} is damaged ({bad!r})") from bad
+        if not math.isfinite(scaling):
+            raise QtoolError(f"{self.directory}: {CONFIG} is damaged (lora_alpha is {alpha})")
+        return scaling, rank
 
     def _of_pattern(self, key: str, module: str, default: Any) -> Any:
         for pattern, value in (self.config.get(key) or {}).items():

@@ -232,6 +232,7 @@ REFUSED: list[tuple[dict[str, Tensor], dict[str, Any], str]] = [
     (factors(Q, 128, 128), {"lora_alpha": "x"}, "adapter_config.json is damaged"),
     (factors(Q, 128, 128), {"lora_alpha": 10**400}, "adapter_config.json is damaged"),
     (factors(Q, 128, 128), {"r": math.inf}, "adapter_config.json is damaged"),
+    (factors(Q, 128, 128), {"lora_alpha": math.nan}, r"is damaged \(lora_alpha is nan\)"),
     (factors(Q, 128, 128), {"rank_pattern": ["q_proj"]}, "adapter_config.json is damaged"),
     ({}, {}, "adapter_model.safetensors holds no tensors"),
     (
