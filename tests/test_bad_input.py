@@ -958,6 +958,15 @@ def test_no_number_is_none(value: str, tmp_path: Path, monkeypatch, capsys) -> N
         assert len(message.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
+def test_a_model_has_its_own_number_of_blocks(tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    code, message = qtool_run(
+        monkeypatch, capsys, "bench", "quantize", "demo", "--scheme", "w8a8", "--layers=1"
+    )
+    assert code == 2 and "--layers 1 is for a random checkpoint, and demo is none" in message
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "1.5"])
 def test_no_count_is_none(value: str) -> None:
     counted = options_of(click.types.IntParamType)

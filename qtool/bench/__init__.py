@@ -35,7 +35,8 @@ def bench_quantize(
         options: options of :func:`qtool.bench.quantize.run`.
 
     Raises:
-        QtoolError: ``model`` is neither a model nor a shape, or ``device_memory`` is no memory.
+        QtoolError: ``model`` is neither a model nor a shape, ``layers`` are asked of a model, or
+            ``device_memory`` is no memory.
     """
     from qtool.bench import quantize, random_checkpoint
     from qtool.distributed import ranks
@@ -51,6 +52,8 @@ def bench_quantize(
         if not (source / "config.json").exists():
             random_checkpoint.make(config, source)
     else:
+        if layers is not None:
+            raise QtoolError(f"--layers {layers} is for a random checkpoint, and {model} is none")
         try:
             source = resolve(model)
         except QtoolError as error:
