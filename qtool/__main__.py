@@ -19,6 +19,9 @@ def main() -> None:
             # would wait for each other longer than they compute
             os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         _keep_freed_memory()
+        if not sys.stderr.isatty():  # bars are for terminals; tqdm asks when it is imported
+            os.environ.setdefault("TQDM_DISABLE", "1")
+            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         from qtool.cli import main as run
 
         try:

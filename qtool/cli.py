@@ -70,8 +70,6 @@ def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2, a failed check exit code 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are not UTF-8
         sys.stdout.reconfigure(errors="surrogateescape")
-    if not sys.stderr.isatty():  # bars are for terminals
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # keeps a GPU's memory from being fragmented
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # torch's thread for gradients makes the context that it lacks

@@ -322,6 +322,26 @@ def test_closed_streams_are_no_mistake() -> None:
     assert subprocess.run(["sh", "-c", shell, sys.executable]).returncode == 0
 
 
+#: the command line in a process that goes on, and whether a bar of tqdm would then be shown
+AFTER_A_COMMAND = """
+import sys
+from qtool.__main__ import main
+from qtool.distributed import watch
+watch.leave = lambda code: None
+sys.argv = ["qtool", "schemes"]
+main()
+from tqdm import tqdm
+print(tqdm(range(2)).disable)
+"""
+
+
+def test_other_libraries_draw_no_bars_in_a_log() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_A_COMMAND], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "True" and done.stderr == ""
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
