@@ -182,15 +182,15 @@ def _from_pretrained(
         }
         if source is None:
             config = config_of(path)
-            found = auto_class(config).from_pretrained(path, trust_remote_code=False, **options)
+            safely = {"trust_remote_code": False, "use_safetensors": True}  # never a pickle
+            found = auto_class(config).from_pretrained(path, **safely, **options)
         else:
             tensors = {name: source.read(name) for name in source.entries}
             found = _of_tensors(float_config(path), tensors, options)
             _as_from(path, found[0])
     except UNLOADABLE as error:
         require_intact(path)  # a damaged shard explains the error better
-        if any(path.glob("*.safetensors")):
-            Checkpoint(path)  # so does an error in files without hashes
+        Checkpoint(path)  # so does an error in files without hashes, or that there are none
         raise QtoolError(_unloadable(path, error)) from error
     if found[1]["missing_keys"]:
         Checkpoint(path)  # an error in its files explains this one better

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, XLMConfig
 from transformers.quantizers import auto
@@ -157,6 +158,14 @@ def test_a_truncated_file_is_named(copy: Path) -> None:
     (copy / "qtool.json").unlink()  # as of any other model: no hashes
     with pytest.raises(QtoolError, match=rf"{shard(copy).name}: .* is the file truncated"):
         load(copy)
+
+
+def test_a_pickle_is_not_loaded(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", num_hidden_layers=1)
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(QtoolError, match=r"pytorch_model.bin is a pickle, which qtool never reads"):
+        load(model)
 
 
 def test_a_model_without_a_tokenizer_is_told_so(native: Path, copy: Path) -> None:
