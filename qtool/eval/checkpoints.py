@@ -19,7 +19,7 @@ from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
 from qtool.io.integrity import read_record
 from qtool.io.model_directory import DEMO, directory_of
-from qtool.io.source import read_config
+from qtool.io.source import Checkpoint, read_config
 from qtool.models.architecture import DTYPES, dtype_name, require_dtype
 from qtool.models.torch_defaults import torch_defaults
 from qtool.runtime.load import load, load_tokenizer
@@ -136,7 +136,7 @@ def evaluate_checkpoints(
     store = directory_of(model)
     read_config(store)
     if compare is not None:
-        read_config(directory_of(compare))  # refused before the model is evaluated, not after
+        _require_loadable(directory_of(compare))
     if save and store == DEMO:
         raise QtoolError(
             "--save keeps results in the model's directory, and the demo's belongs to the package"
@@ -156,6 +156,13 @@ def evaluate_checkpoints(
     )
     results = settings.results(model, kv, as_export)
     return results, None if compare is None else settings.results(compare)
+
+
+def _require_loadable(baseline: Path) -> None:
+    """Refuse a baseline without a tokenizer or without weights before the model is evaluated."""
+    read_config(baseline)
+    load_tokenizer(baseline)
+    Checkpoint(baseline)
 
 
 def _calibrated_on(directory: Path) -> set[str]:

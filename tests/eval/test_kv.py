@@ -70,6 +70,11 @@ def test_a_baseline_that_is_not_there_costs_no_evaluation(
     for baseline in ("nowhere", str(nothing)):
         with pytest.raises(QtoolError, match=baseline):
             evaluate_checkpoints(["demo"], str(demo_like), baseline, **OPTIONS)
+    for lacking, said in (("model.safetensors", "no weights"), ("tokenizer.json", "no usable")):
+        part = Path(shutil.copytree(demo_like, demo_like.parent / f"no-{lacking}"))
+        (part / lacking).unlink()
+        with pytest.raises(QtoolError, match=said):
+            evaluate_checkpoints(["demo"], str(demo_like), str(part), **OPTIONS)
 
 
 def test_what_cannot_be_compared_is_not_lost(demo_like: Path, tmp_path: Path) -> None:
