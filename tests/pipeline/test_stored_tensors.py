@@ -25,6 +25,7 @@ from tests.models.tiny import save_tiny, tiny_config
 ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
 EXTRA = "model.layers.0.mlp.steering"
 NORM = "model.layers.0.input_layernorm.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
 #: one path streams weights, the other builds blocks
 STREAMED = {"layers": [{"match": ".*", "scheme": "w4a16", "group_size": 64}]}
 BUILT = STREAMED | {"rounding": {"gptq": {"rounds": 0, "residual": 0, "clip_steps": 2}}}
@@ -157,6 +158,11 @@ def test_what_cannot_be_cast_is_refused(make_model: MakeModel, tmp_path: Path) -
     add(model, **{NORM: torch.full((128,), 70000.0)})
     with pytest.raises(QtoolError, match=rf"{NORM}: .*7e\+04 is beyond float16.*--dtype bfloat16"):
         run(model, STREAMED, tmp_path / "out", dtype="float16")
+    add(model, **{NORM: torch.ones(128), UP: torch.full((384, 128), 1e6)})
+    for recipe in (STREAMED, BUILT):
+        with pytest.raises(QtoolError, match=r"mlp.up_proj: a scale .* is beyond float16's 65504"):
+            run(model, recipe, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
     with pytest.raises(QtoolError, match=r"--dtype 'bfloat': did you mean bfloat16\?"):
         QuantizeOptions(dtype="bfloat")
 

@@ -18,7 +18,7 @@ from qtool.io.finite import is_finite
 from qtool.models.auto import running
 from qtool.pipeline.job import Job
 from qtool.plugins import is_of, require_returned
-from qtool.schemes.base import ClipRatio, Scheme
+from qtool.schemes.base import ClipRatio, Params, Scheme
 
 
 def running_method(method: Method, function: str, index: int) -> AbstractContextManager[None]:
@@ -187,11 +187,28 @@ def check_codes(scheme: Scheme, linears: Mapping[str, Rounded]) -> None:
 
     Raises:
         CheckFailed: names the linear.
+        QtoolError: a weight is too large for a scale in float16; names the linear.
     """
+    codes, params = stacked(scheme, [*linears.values()])
     try:
-        scheme.check(*stacked(scheme, [*linears.values()]))
+        scheme.check(codes, params)
     except CheckFailed:
         for name, rounded in linears.items():
             with checking(name):
                 scheme.check(rounded.codes, rounded.params)
         raise
+    if _saturated(params):
+        name = next(name for name, rounded in linears.items() if _saturated(rounded.params))
+        raise QtoolError(
+            f"{name}: a scale of its weight is beyond float16's 65504; pass --dtype bfloat16"
+        )
+
+
+def _saturated(params: Params) -> bool:
+    """Whether a scale is the largest number of float16, to which it was cut."""
+    largest = torch.finfo(torch.float16).max
+    return any(
+        bool((tensor.abs() == largest).any())
+        for tensor in params.values()
+        if tensor.dtype == torch.float16
+    )
