@@ -122,6 +122,15 @@ def test_what_no_damping_makes_positive_definite_is_refused(sign: float) -> None
         gptq.gptq(torch.randn(8, 128), get("w4a16"), hessian=hessian)
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_inputs_that_are_no_numbers_are_refused(value: float, scheme: str) -> None:
+    inputs = torch.randn(16, 128)
+    inputs[3, 4] = value
+    with pytest.raises(QtoolError, match="gptq: the inputs hold NaN or Inf"):
+        gptq.gptq(torch.randn(8, 128), get(scheme), inputs=inputs)
+
+
 @pytest.mark.parametrize(
     ("weight", "given"),
     [

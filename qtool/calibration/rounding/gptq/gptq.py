@@ -194,6 +194,8 @@ def gptq(
     _require_shapes(weight, inputs, hessian)
     weight = weight.float()
     if inputs is not None:
+        if not torch.isfinite(inputs).all():  # a quantizer would make numbers of them
+            raise QtoolError("gptq: the inputs hold NaN or Inf")
         moments = Hessian(weight.shape[1], weight.device)
         moments.add(scheme.fake_activation(inputs, scheme.fit(weight)))
         moments.complete()
