@@ -25,20 +25,24 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def skeleton(config: "PretrainedConfig") -> "PreTrainedModel":
-    """The model of ``config`` in eval mode, all parameters float32 on ``meta``.
+def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
+    """The model of ``config`` in eval mode, all parameters on ``meta``.
+
+    Its buffers are those of a model in ``dtype``.
 
     Raises:
         QtoolError: as :func:`empty_model`.
     """
-    model = empty_model(config)
+    model = empty_model(config, dtype)
     replace_conv1d(model)
     separate_experts(model)
     return model.eval()
 
 
-def empty_model(config: "PretrainedConfig") -> "PreTrainedModel":
-    """The model of ``config`` as transformers makes it, all parameters float32 on ``meta``.
+def empty_model(
+    config: "PretrainedConfig", dtype: torch.dtype = torch.float32
+) -> "PreTrainedModel":
+    """The model of ``config`` as transformers makes it in ``dtype``, all parameters on ``meta``.
 
     Raises:
         QtoolError: transformers cannot make it, and what it says.
@@ -47,7 +51,7 @@ def empty_model(config: "PretrainedConfig") -> "PreTrainedModel":
 
     try:
         with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
+            model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     except Exception as error:  # whatever a model's own code raises
         raise QtoolError(refusal(error)) from error
     return model

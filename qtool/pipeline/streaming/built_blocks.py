@@ -86,7 +86,7 @@ class BuiltBlocks:
         self.source, self.job, self.device = source, job, device
         self.snapshots, self.kept = snapshots, kept
         self.compute = compute_dtype(job, device)
-        self.model = skeleton(float_config(source.directory))
+        self.model = skeleton(float_config(source.directory), self.compute)
         move(self.model, device)  # not every model moves its frequencies or positions to its input
         if self.compute != torch.float32:
             fuse_norms(self.model)
