@@ -142,7 +142,8 @@ class _Batch:
     def draw(self, random: torch.Generator) -> None:
         """Sample the next token of each window."""
         with sdpa_kernel(ATTENTION), running(ADVICE):
-            out = self.model(**self.inputs(), use_cache=bool(self.state), logits_to_keep=1)
+            # a model may put any argument among those that it prepares
+            out = self.model(**self.inputs() | {"use_cache": bool(self.state), "logits_to_keep": 1})
         self.cache = getattr(out, self.state, None) if self.state else None
         more = [
             x.get_seq_length() > self.drawn for x in self.layers if isinstance(x, _Preallocated)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +165,16 @@ def test_windows_are_drawn_by_graphs(
     assert torch.equal(continued(model, given, 40, seed=0, batch_size=3, journal=journal), wanted)
     drawn = sum(entry["tokens"].numel() for entry in journal)
     assert drawn == 4 * (40 - given.shape[1])
+
+
+def test_a_model_may_prepare_arguments_that_are_given_too(recorded: list[str]) -> None:  # noqa: F811
+    model: Any = model_of(LlamaConfig)
+    assert graph_decoding(model)
+    wanted = continued(model, texts() % 128, 40, seed=0)
+    prepare = model.prepare_inputs_for_generation
+    more = {"use_cache": False, "logits_to_keep": None}
+    model.prepare_inputs_for_generation = lambda *given, **how: prepare(*given, **how) | more
+    assert torch.equal(continued(model, texts() % 128, 40, seed=0), wanted)
 
 
 def test_no_text_from_nan(make_model: MakeModel) -> None:
