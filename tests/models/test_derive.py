@@ -175,6 +175,11 @@ def test_blocks_are_the_list_that_is_nearest_to_the_embedding(model_type: str) -
     assert blocks.endswith(".layers") and ("text_model" in blocks or "language_model" in blocks)
 
 
+def test_the_final_norm_is_none_of_a_block_whose_norm_gives_the_residual_stream() -> None:
+    family = derive(tiny_config("minimax").to_dict())
+    assert family.final_norm == "model.norm" and not family.outside
+
+
 def test_experts_of_another_form_than_is_known_stay() -> None:
     """Muse Spark norms each expert's output; its stacks are looked into, whatever their dtype."""
     family = family_of(tiny_config("muse_spark").to_dict())

@@ -48,8 +48,9 @@ class RecordedModel:
         """The norm that the head reads."""
         for read in self.trace.reads:
             if read.weight == f"{self.recorded.head}.weight" or read.module == self.recorded.head:
-                norms = {call.name for call in self.trace.norms}
-                return next((p for p, f in read.facts.items() if p in norms), None)
+                blocks = f"{self.recorded.blocks}."  # of which some pass on what a norm gave
+                norms = {c.name for c in self.trace.norms if not c.name.startswith(blocks)}
+                return next((name for name in read.facts if name in norms), None)
         return None
 
     def is_hidden(self, tensor: str) -> bool:
