@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from qtool.calibration.batch import Batch, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import propagate, run
+from qtool.calibration.kv import cache
 from qtool.calibration.kv.cache import SEQUENCES, SimulatedKV, kv_constants, quantized_kv
 from qtool.calibration.statistics import subset
 from qtool.calibration.transforms.queries import observe_queries
@@ -137,6 +138,19 @@ def test_the_block_is_restored_and_an_explicit_cache_wins(llama: PreTrainedModel
     assert torch.equal(run(block, batches[0]), before)
     with quantized_kv(block, None, {}):
         assert torch.equal(run(block, batches[0]), before)
+
+
+@pytest.mark.parametrize(("kv", "tensors"), [("kv8", ["scale"]), ("kv4", ["offset", "importance"])])
+def test_constants_are_used_where_the_block_is(
+    kv: str, tensors: list[str], llama: PreTrainedModel, blocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are stored on the CPU, which no kernel of a GPU reads."""
+    block, batches = blocks(llama)[0]
+    stored, seen = kv_constants(block, kv, batches), []
+    monkeypatch.setattr(cache, "SimulatedKV", lambda *quantizers: seen.extend(quantizers))
+    block.module.to("meta")
+    with quantized_kv(block, kv, stored):
+        assert all(getattr(seen[0], name).is_meta for name in tensors)
 
 
 def test_gradients_pass_straight_through(llama: PreTrainedModel, blocks) -> None:

@@ -153,7 +153,8 @@ def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> 
         return
     kv_tensors(kv, block.family, block.heads)  # refuses a quantizer that the model cannot have
     attention = attention_name(block.family)
-    simulated = SimulatedKV(*kv_quantizers(kv, lambda scale: stored[f"{attention}.{scale}"]))
+    quantizers = kv_quantizers(kv, lambda name: stored[f"{attention}.{name}"].to(block.device))
+    simulated = SimulatedKV(*quantizers)
 
     def supply(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
