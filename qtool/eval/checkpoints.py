@@ -134,9 +134,8 @@ def evaluate_checkpoints(
     if dtype is not None:
         dtype = dtype_name(require_dtype("--dtype", dtype))
     store = directory_of(model)
-    read_config(store)
-    if compare is not None:
-        _require_loadable(directory_of(compare))
+    for directory in [store] if compare is None else [store, directory_of(compare)]:
+        _require_loadable(directory)
     if save and store == DEMO:
         raise QtoolError(
             "--save keeps results in the model's directory, and the demo's belongs to the package"
@@ -158,11 +157,11 @@ def evaluate_checkpoints(
     return results, None if compare is None else settings.results(compare)
 
 
-def _require_loadable(baseline: Path) -> None:
-    """Refuse a baseline without a tokenizer or without weights before the model is evaluated."""
-    read_config(baseline)
-    load_tokenizer(baseline)
-    Checkpoint(baseline)
+def _require_loadable(directory: Path) -> None:
+    """Refuse a model without a tokenizer or without safetensors before anything is evaluated."""
+    read_config(directory)
+    load_tokenizer(directory)
+    Checkpoint(directory)
 
 
 def _calibrated_on(directory: Path) -> set[str]:

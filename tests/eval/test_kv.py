@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -75,6 +76,9 @@ def test_a_baseline_that_is_not_there_costs_no_evaluation(
         (part / lacking).unlink()
         with pytest.raises(QtoolError, match=said):
             evaluate_checkpoints(["demo"], str(demo_like), str(part), **OPTIONS)
+        engine = mock.Mock(side_effect=lambda *_, **__: pytest.fail("an engine may read a pickle"))
+        with pytest.raises(QtoolError, match=said):
+            evaluate_checkpoints(["demo"], str(part), engine=engine, **OPTIONS)
 
 
 def test_what_cannot_be_compared_is_not_lost(demo_like: Path, tmp_path: Path) -> None:
