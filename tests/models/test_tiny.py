@@ -42,7 +42,7 @@ def test_a_class_is_quantized_end_to_end(model_type: str, tmp_path: Path) -> Non
 @pytest.mark.cuda
 @pytest.mark.parametrize("model_type", (*SAMPLE, "qwen2_vl", "xglm", "gemma3", "kosmos-2"))
 def test_a_class_is_quantized_on_a_gpu(model_type: str, tmp_path: Path) -> None:
-    source, out = save_tiny(model_type, tmp_path / "source", torch.bfloat16), tmp_path / "out"
+    source, out = save_tiny(model_type, tmp_path / "source", dtype="bfloat16"), tmp_path / "out"
     proof.quantize(source, out, "best", device="cuda")
     assert {row.problem for row in qtool.verify(out, device="cuda")} == {""}
     on_gpu, on_cpu = (proof.logits(qtool.load(out, device=device)) for device in ("cuda", "cpu"))
@@ -52,7 +52,7 @@ def test_a_class_is_quantized_on_a_gpu(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "openai-gpt", "kosmos-2"])
 def test_a_skeleton_has_the_buffers_of_a_loaded_model(model_type: str, tmp_path: Path) -> None:
     """Masks and positions that a model makes in its own dtype, frequencies in float32."""
-    source = save_tiny(model_type, tmp_path / "source", torch.bfloat16)
+    source = save_tiny(model_type, tmp_path / "source", dtype="bfloat16")
     loaded = dict(load(source).named_buffers())
     made = dict(skeleton(config_of(source), torch.bfloat16).named_buffers())
     assert made

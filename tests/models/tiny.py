@@ -377,9 +377,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def save_tiny(
-    model_type: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any
-) -> Path:
+def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:
     """Save a random model of ``model_type``, with random norms and biases too.
 
     Its linears keep the size of their inputs, so that logits depend on each of them.
@@ -402,5 +400,5 @@ def save_tiny(
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             module._fill_padding_idx_with_zero()  # Youtu's class does when it loads
-    model.to(dtype).save_pretrained(directory)
+    model.save_pretrained(directory)
     return directory
