@@ -26,14 +26,20 @@ if TYPE_CHECKING:
 
 
 def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
-    """The model of ``config`` in eval mode, all parameters on ``meta``.
+    """The model of ``config`` in eval mode, all parameters float32 on ``meta``.
 
-    Its buffers are those of a model in ``dtype``.
+    Its buffers are as transformers loads them into a model in ``dtype``: some of them have its
+    dtype, but all are computed in float32.
 
     Raises:
         QtoolError: as :func:`empty_model`.
     """
-    model = empty_model(config, dtype)
+    model = empty_model(config)
+    if dtype != torch.float32:
+        kinds = {name: buffer.dtype for name, buffer in empty_model(config, dtype).named_buffers()}
+        for name, buffer in model.named_buffers():
+            owner, _, part = name.rpartition(".")
+            model.get_submodule(owner)._buffers[part] = buffer.to(kinds[name])
     replace_conv1d(model)
     separate_experts(model)
     return model.eval()

@@ -49,9 +49,9 @@ def test_a_class_is_quantized_on_a_gpu(model_type: str, tmp_path: Path) -> None:
     assert proof.distance(on_gpu, on_cpu) < 0.1  # rounded to bfloat16 in another order
 
 
-@pytest.mark.parametrize("model_type", ["llama", "openai-gpt", "kosmos-2"])
+@pytest.mark.parametrize("model_type", ["llama", "openai-gpt", "kosmos-2", "gptj"])
 def test_a_skeleton_has_the_buffers_of_a_loaded_model(model_type: str, tmp_path: Path) -> None:
-    """Masks and positions that a model makes in its own dtype, frequencies in float32."""
+    """Masks and positions are in its dtype, frequencies in float32; none is computed in 16 bits."""
     source = save_tiny(model_type, tmp_path / "source", dtype="bfloat16")
     loaded = dict(load(source).named_buffers())
     made = dict(skeleton(config_of(source), torch.bfloat16).named_buffers())
