@@ -19,7 +19,7 @@ from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
 from qtool.io.integrity import read_record
 from qtool.io.model_directory import DEMO, directory_of
-from qtool.io.source import Checkpoint, read_config
+from qtool.io.source import Checkpoint
 from qtool.models.architecture import DTYPES, dtype_name, require_dtype
 from qtool.models.torch_defaults import torch_defaults
 from qtool.runtime.load import load, load_tokenizer
@@ -159,9 +159,8 @@ def evaluate_checkpoints(
 
 def _require_loadable(directory: Path) -> None:
     """Refuse a model without a tokenizer or without safetensors before anything is evaluated."""
-    read_config(directory)
-    load_tokenizer(directory)
     Checkpoint(directory)
+    load_tokenizer(directory)
 
 
 def _calibrated_on(directory: Path) -> set[str]:

@@ -36,10 +36,10 @@ def skeleton(config: "PretrainedConfig", dtype: torch.dtype = torch.float32) -> 
     """
     model = empty_model(config)
     if dtype != torch.float32:
-        kinds = {name: buffer.dtype for name, buffer in empty_model(config, dtype).named_buffers()}
-        for name, buffer in model.named_buffers():
+        loaded = dict(empty_model(config, dtype).named_buffers(remove_duplicate=False))
+        for name, buffer in list(model.named_buffers(remove_duplicate=False)):
             owner, _, part = name.rpartition(".")
-            model.get_submodule(owner)._buffers[part] = buffer.to(kinds[name])
+            model.get_submodule(owner)._buffers[part] = buffer.to(loaded[name].dtype)
     replace_conv1d(model)
     separate_experts(model)
     return model.eval()

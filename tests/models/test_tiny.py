@@ -38,10 +38,10 @@ def test_a_class_is_quantized_end_to_end(model_type: str, tmp_path: Path) -> Non
     check(model_type, tmp_path)
 
 
-#: frequencies or positions that the model itself does not move to its input
 @pytest.mark.cuda
 @pytest.mark.parametrize("model_type", (*SAMPLE, "qwen2_vl", "xglm", "gemma3", "kosmos-2"))
 def test_a_class_is_quantized_on_a_gpu(model_type: str, tmp_path: Path) -> None:
+    """Some do not move their frequencies or positions to their input, or prepare more arguments."""
     source, out = save_tiny(model_type, tmp_path / "source", dtype="bfloat16"), tmp_path / "out"
     proof.quantize(source, out, "best", device="cuda")
     assert {row.problem for row in qtool.verify(out, device="cuda")} == {""}

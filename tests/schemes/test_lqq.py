@@ -1,8 +1,5 @@
 """LiquidQuant: the two-instruction dequantization over all codes, scales and legal offsets."""
 
-import os
-from importlib.util import find_spec
-
 import pytest
 import torch
 
@@ -10,8 +7,6 @@ from qtool.errors import CheckFailed
 from qtool.schemes import lqq_triton
 from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 from qtool.schemes.lqq import LiquidQuant
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_worked_example_of_the_paper() -> None:
@@ -110,11 +105,7 @@ def test_the_fused_rounding_is_the_schemes_own(
     assert torch.equal(scheme.weight_error(weight.cuda(), on_device).cpu(), expected - weight)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="no CUDA device and TRITON_INTERPRET is not 1",
-)
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("n", "k"), [(5, 128), (7, 384)])
 def test_parameters_fitted_by_one_kernel_are_those_of_a_cpu(
@@ -131,7 +122,7 @@ def test_parameters_fitted_by_one_kernel_are_those_of_a_cpu(
         (by_row, torch.tensor(0.9)),
     ):
         moved = (
-            x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (*ranges, clip, group_clip)
+            x.to("cuda") if isinstance(x, torch.Tensor) else x for x in (*ranges, clip, group_clip)
         )
         fitted = lqq_triton.fit(*moved, dtype)
         expected = scheme.fit_range(*ranges, clip=clip, group_clip=group_clip)

@@ -1,10 +1,8 @@
 """GPTQ and its sweep by panels equal the method written column by column.
 
-It runs on the CPU, under Triton's interpreter and on a GPU.
+It runs on the CPU and on a GPU.
 """
 
-import os
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,8 +16,6 @@ from qtool.calibration.rounding.gptq.gptq import GptqOptions, descent_feedback, 
 from qtool.calibration.rounding.gptq.sparsegpt import prune
 from qtool.schemes import get
 from qtool.schemes.base import Grid
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def correlated(
@@ -191,11 +187,7 @@ def test_pruned_weights_are_zero_and_the_others_make_up_for_it() -> None:
     assert (error @ hessian * error).sum() < (plain @ hessian * plain).sum()
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="no CUDA device and TRITON_INTERPRET is not 1",
-)
+@pytest.mark.cuda
 @pytest.mark.parametrize(("n", "k", "panel", "sparse"), [(5, 48, 16, False), (37, 40, 24, True)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_fused_kernel_equals_torch(n: int, k: int, panel: int, sparse: bool, causal: bool) -> None:
@@ -209,13 +201,13 @@ def test_fused_kernel_equals_torch(n: int, k: int, panel: int, sparse: bool, cau
         if causal
         else 0.1 * torch.randn(n, k, generator=torch.Generator().manual_seed(4))
     )
-    error_at_start, on_device = error.clone(), error.clone().to(DEVICE)
+    error_at_start, on_device = error.clone(), error.clone().to("cuda")
     expected = sweep_one(
         weight, error, feedback, grid, group, causal=causal, keep=keep, panel=panel
     )
-    moved = [t.to(DEVICE) for t in (weight, feedback, group)]
-    fields = Grid(*(f.to(DEVICE) for f in vars(grid).values()))
-    kept = None if keep is None else keep.to(DEVICE)
+    moved = [t.to("cuda") for t in (weight, feedback, group)]
+    fields = Grid(*(f.to("cuda") for f in vars(grid).values()))
+    kept = None if keep is None else keep.to("cuda")
     one = Grid(*(f[None] for f in vars(fields).values()))
     kept_one = None if kept is None else kept[None]
     codes = columns_triton.sweep(
@@ -229,7 +221,7 @@ def test_fused_kernel_equals_torch(n: int, k: int, panel: int, sparse: bool, cau
         panel=panel,
     )[0].cpu()
     # two of them at once
-    twice = torch.stack([error_at_start] * 2).to(DEVICE)
+    twice = torch.stack([error_at_start] * 2).to("cuda")
     both = columns_triton.sweep(
         torch.stack([moved[0]] * 2), twice, torch.stack([moved[1]] * 2),
         Grid(*(torch.stack([f] * 2) for f in vars(fields).values())), torch.stack([moved[2]] * 2),
@@ -245,16 +237,16 @@ def test_fused_kernel_equals_torch(n: int, k: int, panel: int, sparse: bool, cau
     torch.testing.assert_close(on_device.cpu()[same], error[same], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
+@pytest.mark.cuda
 def test_a_row_is_rounded_alike_by_programs_of_few_and_of_many_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    random = torch.Generator(DEVICE).manual_seed(0)
+    random = torch.Generator("cuda").manual_seed(0)
     shape, panel = (1, 64, 2 * columns_triton.PANEL), columns_triton.PANEL
-    weight = 0.02 * torch.randn(shape, generator=random, device=DEVICE)
-    feedback = torch.randn(1, shape[2], shape[2], generator=random, device=DEVICE).triu(1) / panel
-    group = (torch.arange(shape[2], device=DEVICE) // 64)[None]
-    step = 0.004 + 0.002 * torch.rand(1, 64, 8, generator=random, device=DEVICE)
+    weight = 0.02 * torch.randn(shape, generator=random, device="cuda")
+    feedback = torch.randn(1, shape[2], shape[2], generator=random, device="cuda").triu(1) / panel
+    group = (torch.arange(shape[2], device="cuda") // 64)[None]
+    step = 0.004 + 0.002 * torch.rand(1, 64, 8, generator=random, device="cuda")
     grid = Grid(step, step / 3, torch.full_like(step, -8), torch.full_like(step, 7))
     found = []
     for many in (shape[1] + 1, shape[1]):

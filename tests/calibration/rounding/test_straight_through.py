@@ -1,9 +1,4 @@
-"""The fused straight-through estimator against torch's own operations, under Triton's interpreter
-and on a GPU.
-"""
-
-import os
-from importlib.util import find_spec
+"""The fused straight-through estimator against torch's own operations, on a GPU."""
 
 import pytest
 import torch
@@ -12,14 +7,8 @@ from qtool.calibration.rounding.distill import straight_through_triton as fused
 from qtool.calibration.rounding.distill.learned_linear import StraightThrough
 from qtool.schemes import get
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(
-    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="no CUDA device and TRITON_INTERPRET is not 1",
-)
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     ("name", "k"), [("w4a8-lqq", 384), ("w4a16", 256), ("w4a8-qoq", 1536), ("w4a16-24", 256)]
 )
@@ -35,8 +24,8 @@ def test_one_kernel_each_way_does_what_torch_does(name: str, k: int) -> None:
     learned = [steps, *per_group]
     value = StraightThrough.apply(steps, step, *learned[1:], keep, grid, torch.float32)
     value.backward(gradient.flatten(1))
-    moved = [None if t is None else t.to(DEVICE) for t in (steps.detach(), step, keep, gradient)]
-    there = type(grid)(*(t.to(DEVICE) for t in (grid.step, grid.offset, grid.low, grid.high)))
+    moved = [None if t is None else t.to("cuda") for t in (steps.detach(), step, keep, gradient)]
+    there = type(grid)(*(t.to("cuda") for t in (grid.step, grid.offset, grid.low, grid.high)))
     assert torch.equal(fused.value(*moved[:2], there, torch.float32).cpu().flatten(1), value)
     assert torch.equal(fused.value(*moved[:2], there, torch.float16).cpu().flatten(1), value.half())
     to_steps, *others = (t.cpu() for t in fused.gradients(*moved, there))

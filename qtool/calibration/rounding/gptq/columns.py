@@ -80,7 +80,7 @@ def round_panel(
     """Codes and errors ``[E, N, b]`` of one panel; the fields of ``grid`` are ``[E, N, b]`` too.
 
     It works on transposes, in which a column is contiguous, and on differences from the grid's
-    offsets. A column is a few small operations, which numpy starts in a third of torch's time.
+    offsets. A column is a few small operations, which numpy starts faster than torch.
     """
     target, weight, error, step, offset, low, high = (
         t.permute(2, 0, 1).to(weight.dtype).contiguous()  # [b, E, N]
