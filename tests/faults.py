@@ -1286,10 +1286,10 @@ FAULTS = [
             "tests/calibration/transforms/test_learned_rotation.py -k threads",
         ),
         (
-            "qtool/pipeline/rounded_model.py",
-            "torch.cuda.device(device) if device",
-            "nullcontext() if device",
-            "tests/pipeline/test_rounded_model.py",
+            "qtool/schemes/arithmetic/launch_triton.py",
+            "torch.cuda.device(first.device)",
+            'torch.cuda.device("cuda:0")',
+            "tests/schemes/arithmetic/test_launch_triton.py",
         ),
         (
             "qtool/pipeline/calibration_windows.py",

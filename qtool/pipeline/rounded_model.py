@@ -5,7 +5,6 @@ It continues calibration windows if the model itself does not fit on a GPU.
 
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -39,10 +38,8 @@ def load_rounded(source: Checkpoint, device: torch.device) -> PreTrainedModel:
     blocks, shards = StreamedBlocks(source, job, device), job.shards()[1:-1]
 
     def rounded(index: int) -> list[tuple[str, Tensor]]:
-        # Triton runs kernels on the current GPU, which is GPU 0 in a new thread
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            made = blocks.tensors(index, None, shards[index], {})
-            return [(name, _on_host(tensor)) for name, tensor in made]
+        made = blocks.tensors(index, None, shards[index], {})
+        return [(name, _on_host(tensor)) for name, tensor in made]
 
     tables = embedding_and_head.tables(source, job, device)
     head = embedding_and_head.head(source, job, device)

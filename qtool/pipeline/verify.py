@@ -7,7 +7,6 @@ runtime's output on random activations equals the same integers multiplied in fl
 
 import copy
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,9 +97,7 @@ def _linear(
     if f"{name}.qweight" not in checkpoint:
         return Verified(name, "quantization_config has it packed, but it is not stored so")
     try:
-        # Triton runs kernels on the current GPU
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return _packed(checkpoint, name, linear_format, device)
+        return _packed(checkpoint, name, linear_format, device)
     except QtoolError as error:
         return Verified(name, str(error))
 

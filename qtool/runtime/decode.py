@@ -226,7 +226,7 @@ class DecodeGraphs:
             kwargs = given | {"attention_mask": masks["full_attention"]}
         if self.refused or not _is_step(cache, kwargs):
             return forward(**given)
-        with torch.cuda.device(kwargs["input_ids"].device):  # graphs and Triton use the current one
+        with torch.cuda.device(kwargs["input_ids"].device):  # a graph is of the current one
             return self._step(forward, cache, kwargs, given)
 
     def _step(self, forward: Any, cache: Any, kwargs: dict[str, Any], given: dict[str, Any]) -> Any:

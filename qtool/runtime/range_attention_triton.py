@@ -13,6 +13,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from qtool.schemes.arithmetic.launch_triton import launch
+
 #: elements of a tile of keys or of values, and the most tokens of a tile
 TILE, TOKENS = 8192, 128
 #: rows of the smallest tensor-core product, so the most query heads that may share a kv head
@@ -90,7 +92,9 @@ def attend(
     """
     (batch, queries, d), heads = query.shape, key.shape[1]
     out = query.new_empty(batch, queries, d)
-    _attend[(batch * heads,)](
+    launch(
+        _attend,
+        (batch * heads,),
         query.contiguous(),
         key,
         value,

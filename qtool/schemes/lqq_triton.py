@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from qtool.schemes.arithmetic.launch_triton import launch
 from qtool.schemes.base import scale_bounds
 
 #: elements of one program, and groups of a row that a program handles at a time
@@ -111,7 +112,9 @@ def fit(
     )
     s1, s2 = low.new_empty(n, dtype=dtype), low.new_empty(n, groups, dtype=torch.uint8)
     offset = torch.empty_like(s2)
-    _fit[(n,)](
+    launch(
+        _fit,
+        (n,),
         low.contiguous(),
         high.contiguous(),
         clips,
@@ -136,7 +139,9 @@ def fake(weight: Tensor, s1: Tensor, s2: Tensor, offset: Tensor, less: bool) -> 
     weight, n, k = weight.contiguous(), *weight.shape
     out = torch.empty(n, k, dtype=torch.float32, device=weight.device)
     inputs, groups = [t.contiguous() for t in (s1, s2, offset)], s2.shape[1]
-    _fake[(triton.cdiv(n * k, TILE),)](
+    launch(
+        _fake,
+        (triton.cdiv(n * k, TILE),),
         weight,
         *inputs,
         out,

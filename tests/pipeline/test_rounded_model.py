@@ -1,27 +1,19 @@
 """The model that continues windows where the float one does not fit is its checkpoint, loaded."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from qtool import recipes
 from qtool.data.continuation import continued
 from qtool.io.model_directory import DEMO
 from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
-from qtool.pipeline import rounded_model
 from qtool.pipeline.planning.memory import ROUNDED_SCHEME
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.rounded_model import load_rounded
-from qtool.pipeline.streaming import embedding_and_head
-from qtool.pipeline.streaming.streamed_blocks import StreamedBlocks
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
 
@@ -43,31 +35,6 @@ def test_it_is_the_rounded_checkpoint(variant: str, make_model: MakeModel, tmp_p
     ids = torch.arange(16)[None]
     assert torch.equal(found(ids).logits, expected(ids).logits)
     assert not found.training
-
-
-def test_each_thread_rounds_on_the_device_of_the_run(
-    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    current, seen = threading.local(), []
-
-    @contextmanager
-    def device(given: torch.device) -> Iterator[None]:
-        current.device = given
-        yield
-        del current.device
-
-    def tensors(self: StreamedBlocks, index: int, *_: Any) -> Iterator[tuple[str, Tensor]]:
-        seen.append(current.device)
-        yield str(index), torch.ones(1)
-
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(StreamedBlocks, "tensors", tensors)
-    for outside in ("tables", "head"):
-        monkeypatch.setattr(embedding_and_head, outside, lambda *_: ())
-    monkeypatch.setattr(rounded_model, "load_tensors", lambda config, found, device: found)
-    second = torch.device("cuda:1")
-    assert len(load_rounded(Checkpoint(make_model()), second)) == 2  # type: ignore[arg-type]
-    assert seen == [second, second]
 
 
 @pytest.mark.cuda

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from qtool.schemes.arithmetic.launch_triton import launch
+
 #: elements that one program holds at a time, and the widest group, which one program holds whole
 ELEMENTS, WIDEST = 2048, 16384
 
@@ -64,7 +66,6 @@ def to_gradient(x: Tensor, ranges: bool) -> Tensor:
     block = triton.next_power_of_2(size)
     many, count = max(1, ELEMENTS // block), x.numel() // size
     warps = min(16, max(4, block // 512))
-    _to_gradient[(triton.cdiv(count, many),)](
-        x, count, size, ranges, MANY=many, SIZE=block, num_warps=warps
-    )
+    options = {"MANY": many, "SIZE": block, "num_warps": warps}
+    launch(_to_gradient, (triton.cdiv(count, many),), x, count, size, ranges, **options)
     return x

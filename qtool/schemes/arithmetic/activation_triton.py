@@ -8,6 +8,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from qtool.schemes.arithmetic.launch_triton import launch
+
 #: channels of a row that one program holds in registers
 LARGEST_ROW = 32768
 
@@ -46,5 +48,5 @@ def fake(x: Tensor, size: int, top: int) -> Tensor:
     block = triton.next_power_of_2(size)
     warps = min(16, max(1, block // 512))
     tiny = torch.finfo(torch.float32).tiny
-    _fake[(x.numel() // size,)](x, out, size, float(top), tiny, SIZE=block, num_warps=warps)
+    launch(_fake, (x.numel() // size,), x, out, size, float(top), tiny, SIZE=block, num_warps=warps)
     return out

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from qtool.schemes.arithmetic.launch_triton import launch
+
 #: weights that one program holds at a time
 ELEMENTS = 2048
 
@@ -49,7 +51,6 @@ def group_range(groups: Tensor) -> tuple[Tensor, Tensor]:
     high = torch.empty_like(low)
     block = min(ELEMENTS, triton.next_power_of_2(size))
     many = ELEMENTS // block
-    _range[(triton.cdiv(n * count, many),)](
-        groups.contiguous(), low, high, n * count, size, MANY=many, SIZE=block
-    )
+    programs, groups = triton.cdiv(n * count, many), groups.contiguous()
+    launch(_range, (programs,), groups, low, high, n * count, size, MANY=many, SIZE=block)
     return low, high

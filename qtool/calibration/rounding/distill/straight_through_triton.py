@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qtool.schemes.arithmetic.grid import Grid
+from qtool.schemes.arithmetic.launch_triton import launch
 
 #: weights that one program holds at a time
 ELEMENTS = 1024
@@ -122,7 +123,9 @@ def _launch(
     block = min(ELEMENTS, triton.next_power_of_2(size))
     many = ELEMENTS // block
     kept = steps if keep is None else keep.view(torch.uint8)
-    _through[(triton.cdiv(n * groups, many),)](
+    launch(
+        _through,
+        (triton.cdiv(n * groups, many),),
         steps,
         kept,
         gradient,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qtool.calibration.precision import coarse_product, tensor_cores
 from qtool.calibration.stacking import stack
+from qtool.schemes.arithmetic.launch_triton import launch
 from qtool.schemes.base import Grid
 
 #: columns of a panel; if a weight has few rows, launches take longer than rounding 128 columns
@@ -139,7 +140,9 @@ def sweep(
     rows = MANY_ROWS if problems * n >= MANY else ROWS
     for start in range(0, columns, panel):
         b = min(panel, columns - start)
-        _round_panel[(triton.cdiv(n, rows), problems)](
+        launch(
+            _round_panel,
+            (triton.cdiv(n, rows), problems),
             target,
             weight,
             error,

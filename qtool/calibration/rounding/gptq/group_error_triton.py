@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qtool.schemes.arithmetic.grid import Grid
+from qtool.schemes.arithmetic.launch_triton import launch
 
 #: weights that one program holds at a time
 ELEMENTS = 1024
@@ -72,7 +73,7 @@ def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
     block = min(ELEMENTS, triton.next_power_of_2(size))
     many, own = ELEMENTS // block, len(groups) * count
     each = own // len(importance)
-    _group_error[(triton.cdiv(n * count, many),)](
-        *inputs, error, count, size, own, each, n * count, MANY=many, SIZE=block
-    )
+    programs = triton.cdiv(n * count, many)
+    sizes = (count, size, own, each, n * count)
+    launch(_group_error, (programs,), *inputs, error, *sizes, MANY=many, SIZE=block)
     return error
