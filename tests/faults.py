@@ -1413,6 +1413,18 @@ FAULTS = [
             "tests/models/test_tiny.py -k end_to_end[llama4_text]",
         ),
         (
+            "qtool/io/source_names.py",
+            "or any(stack in own for stack in stacks)",
+            "or False",
+            "tests/io/test_source_names.py -k wrapper",
+        ),
+        (
+            "qtool/models/family.py",
+            "{**self.disk_names, **names, **others}",
+            "{**self.disk_names, **names}",
+            "tests/io/test_source_names.py -k towers",
+        ),
+        (
             "qtool/exchange/export.py",
             "whole.T.contiguous() if part.transposed else whole",
             "whole",

@@ -58,6 +58,8 @@ class CheckpointFormat:
         rotated: names within a block of the linears whose inputs are rotated at run time, with
             ``*`` for any expert's number.
         kv: the KV-cache quantizer, or None.
+        source_names: modules (or tensors) of towers and the names that they had in the source, if
+            transformers would write others; other loaders may know the source's alone.
     """
 
     scheme: str
@@ -65,6 +67,7 @@ class CheckpointFormat:
     permuted: tuple[str, ...] = ()
     kv: str | None = None
     rotated: tuple[str, ...] = ()
+    source_names: tuple[tuple[str, str], ...] = ()
 
     @property
     def version(self) -> int:
@@ -100,6 +103,7 @@ class CheckpointFormat:
             for r in self.rules
         ]
         rotated = {"rotated": list(self.rotated)} if self.rotated else {}
+        names = {"source_names": dict(self.source_names)} if self.source_names else {}
         return {
             "quant_method": QUANT_METHOD,
             "format_version": self.version,
@@ -108,6 +112,7 @@ class CheckpointFormat:
             "permuted": list(self.permuted),
             "kv": self.kv,
             **rotated,
+            **names,
         }
 
     def in_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,6 +153,7 @@ class CheckpointFormat:
                 permuted=_names(config, "permuted"),
                 kv=config.get("kv"),
                 rotated=_names(config, "rotated"),
+                source_names=_source_names(config),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise QtoolError(f"quantization_config is damaged: {error!r}") from error
@@ -191,6 +197,13 @@ def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     if not plugins.is_of(names, Sequence[str]):
         raise ValueError(f"{key} {names!r}")
     return tuple(names)
+
+
+def _source_names(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    names = config.get("source_names", {})
+    if not plugins.is_of(names, dict[str, str]):
+        raise ValueError(f"source_names {names!r}")
+    return tuple(names.items())
 
 
 def _rule_fields(linear_format: LinearFormat) -> dict[str, Any]:

@@ -11,10 +11,12 @@ These other names and forms occur; none of them costs a copy:
 - ``mlp.gate`` of a Mixtral beside such stacks: ``block_sparse_moe.gate``;
 - weights with inputs before outputs, as GPT-2's;
 - rows of other tensors, such as the convolutions of q, k and v that transformers joins along
-  dimension 0 when it loads them, or a tower's q, k and v, which are one tensor in the file.
+  dimension 0 when it loads them, or a tower's q, k and v, which are one tensor in the file;
+- names that transformers loads and no longer writes, as most published multimodal models have them
+  (``vision_tower.vision_model.``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Set
 from dataclasses import replace
 from math import prod
 
@@ -25,12 +27,14 @@ from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.architecture import Architecture
 from qtool.models.parts import Experts, RowsOf
+from qtool.models.renaming import by_module, renamed
 
 
 def adopt(source: Checkpoint, model: Architecture) -> None:
     """Give the entries of ``source`` the names that the family of ``model`` declares, in place.
 
-    Then the adapter of ``source``, if it has one, is merged into them.
+    Then the adapter of ``source``, if it has one, is merged into them. Names of towers that
+    transformers would not write are noted in ``source.old_names``.
 
     Raises:
         QtoolError: stacked experts have another shape than config.json says, or the adapter belongs
@@ -42,7 +46,7 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     own_names = modules | own_names  # also packed linears, which have no weight
     made = _made(source.entries, model) if family.rows_on_disk else {}
     if own_names:
-        source.entries = {_renamed(name, own_names): e for name, e in source.entries.items()}
+        source.entries = {renamed(name, own_names): e for name, e in source.entries.items()}
     source.entries |= made
     entries = source.entries
     embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
@@ -51,6 +55,10 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
         source.entries = entries = {
             n if n == head else f"{prefix}.{n}": entry for n, entry in entries.items()
         }
+    old = old_names(entries.keys(), model)
+    for own, name in old.items():
+        entries[own] = entries.pop(name)
+    source.old_names |= by_module({o: n for o, n in old.items() if o in family.outside}, entries)
     if model.tied and embedding not in entries and head in entries:
         entries[embedding] = entries.pop(head)
     for name in family.transposed & entries.keys():
@@ -64,7 +72,8 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
             _adopt_experts(entries, attribute, moe, names)
     if source.adapter:
         ends = {name: entries.get(name) for name in (embedding, head)}
-        source.adapter.merge(entries, lambda name: _renamed(name, own_names))
+        own_names |= {name: own for own, name in old.items()}
+        source.adapter.merge(entries, lambda name: renamed(name, own_names))
         if model.tied and any(entries.get(name) is not entry for name, entry in ends.items()):
             raise QtoolError(
                 f"{source.adapter.directory}: it changes {embedding} or {head}, which are one "
@@ -78,14 +87,45 @@ def as_on_disk(source: Checkpoint) -> Checkpoint:
     if found.adapter:
         entries, family = found.entries, family_of(found.config)
         prefix = family.embedding.partition(".")[0]
+        names = {
+            **family.disk_names,
+            **old_names(entries.keys(), Architecture(found.config, family)),
+        }
 
         def stored_name(name: str) -> str:
             for stored in (name, name.removeprefix(f"{prefix}.")):  # or the bare decoder's name
                 if stored in entries:
                     return stored
-            return _renamed(name, family.disk_names)
+            return renamed(name, names)
 
         found.adapter.merge(entries, stored_name, set(map(stored_name, family.transposed)))
+    return found
+
+
+def old_names(entries: Set[str], model: Architecture) -> dict[str, str]:
+    """The ``entries`` whose names are not the model's, by the names that their loader gives them.
+
+    transformers' loader is asked, and only if a tensor of the model has another name.
+    """
+    family = model.family
+    if not family.derived:
+        return {}
+    shapes, experts = model.source_shapes(), family.experts
+    stacks = tuple(f".{of}.experts." for of in (experts.attribute, experts.moe)) if experts else ()
+    absent = shapes.keys() - entries - family.rows_on_disk.keys()
+    if all(any(stack in name for stack in stacks) for name in absent):  # these may be stacked
+        return {}
+    from qtool.models.derived import built  # imports transformers
+    from qtool.models.derived.on_disk import renaming
+
+    own_name = renaming(built(model.config))
+    modules = {name.rpartition(".")[0] for name in absent}  # of packed linears, without a weight
+    found = {}
+    for name in sorted(entries - shapes.keys()):
+        own = own_name(name)
+        known = own in absent or own.rpartition(".")[0] in modules
+        if own not in entries and (known or any(stack in own for stack in stacks)):
+            found[own] = name
     return found
 
 
@@ -130,14 +170,6 @@ def _joined(parts: list[Entry], shape: tuple[int, ...] | None, experts: int) -> 
     if len(parts) == 1 and not stacked:
         return parts[0]
     return replace(parts[0], shape=shape if stacked else rows, parts=tuple(parts), within=None)
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """``name`` with its own or its nearest module's name replaced, if that is in ``names``."""
-    parts = name.split(".")
-    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-    prefix = next((p for p in prefixes if p in names), None)
-    return name if prefix is None else names[prefix] + name[len(prefix) :]
 
 
 def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: Experts) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from qtool.errors import QtoolError
 from qtool.models.parts import Attention, Experts, Heads, LinearGroup, RowsOf, of_expert
+from qtool.models.renaming import renamed
 from qtool.units import whole_number
 
 #: sizes in config.json: those of every model, those that may be null, and those that only some
@@ -209,6 +210,14 @@ class Family:
                     disk = self.disk_names[own].removesuffix(suffix)
                     return ".".join([disk, *parts[count:]])
         return name
+
+    def named_as(self, names: Mapping[str, str]) -> "Family":
+        """This family, of checkpoints whose modules (or tensors) have ``names``."""
+        if not names:
+            return self
+        known = {*self.disk_names, *self.outside}
+        others = {own: other for own in known if (other := renamed(own, names)) != own}
+        return replace(self, disk_names={**self.disk_names, **names, **others})
 
     def published_names(self, linear: str) -> list[str]:
         """The names in checkpoints of ``linear``, or of the linears whose rows make it up."""

@@ -216,14 +216,16 @@ def job_of(
             "the recipe's transforms change embedding, norms and head, and it does not follow them",
         )
     others = {name: stored for name, stored in dtypes.items() if stored != job.dtype}
-    return replace(job, other_dtypes=others, unknown=unknown, source_notes=notes)
+    found = replace(job.format, source_names=tuple(source.old_names.items()))
+    return replace(job, format=found, other_dtypes=others, unknown=unknown, source_notes=notes)
 
 
 def source_dtype(source: Checkpoint) -> torch.dtype:
-    """The dtype of the stored weights: the embedding's, or the first one's if none is found."""
+    """The dtype of the stored weights: the embedding's, or the largest one's if none is found."""
     entries, family = source.entries, family_of(source.config)
     own = f"{family.embedding}.weight"
-    names = (own, family.disk_name(own), own.partition(".")[2], next(iter(entries)))
+    largest = max(entries, key=lambda name: entries[name].nbytes)
+    names = (own, family.disk_name(own), own.partition(".")[2], largest)
     return next(entries[name].dtype for name in names if name in entries)
 
 

@@ -22,7 +22,7 @@ class PackedLinears:
 
     def __init__(self, config: Mapping[str, Any], checkpoint_format: CheckpointFormat) -> None:
         self.format = checkpoint_format
-        self.family = family_of(config)
+        self.family = family_of(config).named_as(dict(checkpoint_format.source_names))
         self.settings = self.family.settings(config)
 
     def of(self, name: str) -> LinearFormat | None:

@@ -68,6 +68,24 @@ def read(model: Path, adapter: Path | None = None) -> dict[str, Tensor]:
     return {name: source.read(name) for name in source.entries}
 
 
+def test_a_tower_that_is_published_under_another_name(tmp_path: Path) -> None:
+    """transformers loads SigLIP's old names and gives the module today's, which PEFT takes."""
+    model = save_tiny("gemma3", tmp_path / "model", dtype="bfloat16")
+    held = load_file(model / "model.safetensors")
+    old = {name.replace("tower.", "tower.vision_model.", 1): t for name, t in held.items()}
+    save_file(old, model / "model.safetensors", {"format": "pt"})
+    name, stored = (
+        f"{tower}.encoder.layers.0.self_attn.q_proj"
+        for tower in ("model.vision_tower", "vision_tower.vision_model")
+    )
+    of = factors(name, *old[f"{stored}.weight"].shape)
+    adapter = save_adapter(tmp_path / "adapter", of)
+    expected = merged(old[f"{stored}.weight"], of, 2.0)
+    assert torch.equal(read(model, adapter)[f"{name}.weight"], expected)
+    on_disk = as_on_disk(Checkpoint(model, Adapter(str(adapter))))
+    assert torch.equal(on_disk.read(f"{stored}.weight"), expected)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in bfloat16: hidden 128, intermediate 256, 4 heads of 32, 320 tokens."""

@@ -2,6 +2,8 @@
 byte.
 """
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import quantize, source_dtype
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
+from tests.models.proof import exported_right
 from tests.models.tiny import save_tiny
 
 IDS = torch.arange(48).reshape(2, 24) * 5 % 320
@@ -114,3 +117,48 @@ def test_the_dtype_is_the_embeddings(kind: str, embedding: str, tmp_path: Path) 
     held |= {name: held[name].bfloat16(), "a.patch_embedding.weight": torch.ones(3)}
     save_file(held, model / "model.safetensors", {"format": "pt"})
     assert source_dtype(Checkpoint(model)) == torch.bfloat16
+
+
+#: modules of towers, and what the names of published checkpoints have before them
+TOWERS = re.compile(r"_tower\.(?=embeddings|encoder|post_layernorm|pre_layrnorm|head)")
+
+
+def as_published(directory: Path, out: Path, old: re.Pattern[str], new: str) -> Path:
+    """``directory`` with the names that transformers loads, and does not write."""
+    shutil.copytree(directory, out)
+    held = load_file(out / "model.safetensors")
+    named = {old.sub(new, name): tensor for name, tensor in held.items()}
+    assert named.keys() != held.keys()
+    save_file(named, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "video_llava", "cohere2_vision"])
+def test_towers_as_they_are_published(kind: str, tmp_path: Path) -> None:
+    """Hub checkpoints have ``vision_tower.vision_model.``; so have exports, which engines load."""
+    plain = save_tiny(kind, tmp_path / "plain")
+    published = as_published(plain, tmp_path / "published", TOWERS, "_tower.vision_model.")
+    out = run(published, "out")
+    assert weights(out) == weights(run(plain, "expected"))
+    exported_right(out, tmp_path / "exported")
+    towers = [
+        {name for name in Checkpoint(directory).entries if "_tower" in name}
+        for directory in (published, tmp_path / "exported")
+    ]
+    assert towers[0] == towers[1]
+    assert all(".vision_model." in name for name in towers[0])
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_5_moe_text-stacked"])
+def test_a_text_model_in_the_names_of_its_wrapper(kind: str, tmp_path: Path) -> None:
+    """Experts lie one by one or stacked."""
+    kind, _, stacked = kind.partition("-")
+    plain = save_tiny(kind, tmp_path / "plain")
+    if stacked:
+        model = AutoModelForCausalLM.from_pretrained(plain)
+        model.save_pretrained(plain := tmp_path / "stacked", save_original_format=False)
+    text = re.compile(r"^model\.")
+    wrapped = as_published(plain, tmp_path / "wrapped", text, "model.language_model.")
+    out = run(wrapped, "out")
+    assert weights(out) == weights(run(plain, "expected"))
+    assert "source_names" not in Checkpoint(out).config["quantization_config"]  # no tower

@@ -15,7 +15,7 @@ from qtool.format import LinearFormat
 from qtool.io.integrity import INDEX
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
-from qtool.pipeline.verify import Verified, verify
+from qtool.pipeline.verify import verify
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
@@ -53,23 +53,6 @@ def test_other_bytes_for_the_same_codes(
 
     monkeypatch.setattr(LinearFormat, "pack", wrong)
     assert problems() == {"packing the unpacked s2 does not give the stored bytes"}
-
-
-def test_linears_are_checked_on_the_device_that_is_current(
-    make_model: MakeModel,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    current_gpus: list[object],
-) -> None:
-    """Triton launches on that, whatever GPU the tensors are on; a caller's own stays as it was."""
-    native = quantize(Checkpoint(make_model()), recipes.load("w4a8-lqq"), tmp_path / "native")
-
-    def packed(*given: object) -> Verified:
-        return Verified(f"{given[-1]} beside {current_gpus}")
-
-    monkeypatch.setattr("qtool.pipeline.verify._packed", packed)
-    found = [(row.name, list(current_gpus)) for row in verify(native, device="cuda:1")]
-    assert set(map(repr, found)) == {repr((f"cuda:1 beside {[torch.device('cuda:1')]}", []))}
 
 
 def test_progress_counts_linears_alone(make_model: MakeModel, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-serving")
 
@@ -76,6 +77,26 @@ def test_a_router_s_bias_has_the_name_that_vllm_takes(model_type: str, tmp_path:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     found = [tensor for name, tensor in tensors if name.endswith("e_score_correction_bias")]
     assert any(torch.equal(tensor.flatten(), stored.flatten()) for tensor in found)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tower"),
+    [
+        ("paligemma", "vision_tower."),  # published with "vision_model" between, and loaded so
+        ("paddleocr_vl", ""),  # vLLM knows the text model's published names alone
+    ],
+)
+def test_all_of_a_multimodal_model_is_loaded(model_type: str, tower: str, tmp_path: Path) -> None:
+    source = save_tiny(model_type, tmp_path / "source", dtype="bfloat16", tie_word_embeddings=True)
+    held = load_file(source / "model.safetensors")
+    old = {name.replace(tower, f"{tower}vision_model."): tensor for name, tensor in held.items()}
+    save_file(old if tower else held, source / "model.safetensors", {"format": "pt"})
+    recipe = recipes.parse({"scheme": "w8a8", "layers": [rule("w8a8", "row-major-8")]}, "test")
+    checkpoint = Checkpoint(quantize(Checkpoint(source), recipe, tmp_path / "packed"))
+    rows = list(layers(loaded(checkpoint.directory), checkpoint))
+    assert rows and not [row for row in rows if row.problem]
+    unset = loaded(checkpoint.directory, unset=7).named_parameters()
+    assert not [name for name, parameter in unset if parameter.numel() and (parameter == 7).all()]
 
 
 @pytest.mark.parametrize(

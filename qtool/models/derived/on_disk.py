@@ -158,6 +158,20 @@ def loading(model: Any) -> Callable[[str], tuple[str, str | None]]:
     return loaded
 
 
+def renaming(model: Any) -> Callable[[str], str]:
+    """A function of a tensor's name on disk: the name under which ``model`` looks for it.
+
+    It is the tensor's own name, or that of a part of which a tensor is made.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    state = model.state_dict()
+    return lambda disk: rename_source_key(disk, renamings, [], model.base_model_prefix, state)[0]
+
+
 def _require_loaded(model: Any, found: Mapping[str, str]) -> None:
     """Refuse a model that transformers saves under names that it does not load again.
 

@@ -117,23 +117,27 @@ class QtoolConfig(QuantizationConfig):
     def get_cache_scale_mapper(self) -> WeightsMapper:  # type: ignore[override]
         self.require_asked()  # vLLM's loader comes here when all layers are made
         names = {} if self.of_transformers else self.published
-        renamed = {re.compile(rf"^{re.escape(own)}(?=\.|$)"): name for own, name in names.items()}
+        renamed = {
+            re.compile(rf"^(?!{re.escape(name)}(\.|$)){re.escape(own)}(?=\.|$)"): name
+            for own, name in names.items()  # a name that is renamed is not renamed again
+        }
         cache = cache_tensors(self.packed_linears, bool(self.keeps_cache))
         return WeightsMapper(orig_to_new_regex=renamed) | cache
 
     @property
     def published(self) -> dict[str, str]:
-        """The names in a published checkpoint of a block's modules and tensors that have others.
+        """The names in a published checkpoint of modules and tensors that have others.
 
         A native checkpoint has transformers' names. vLLM's loaders take the published ones, except
-        where vLLM runs transformers' model.
+        where vLLM runs transformers' model. A module with more names before it there
+        (``language_model.lm_head``) is left to vLLM: the loader of the inner model has the rest of
+        its name, and renames it too.
         """
-        family = self.packed_linears.family
-        within = f"{family.blocks}."
+        names = self.packed_linears.family.disk_names
         return {
             own.removesuffix(".weight"): disk.removesuffix(".weight")
-            for own, disk in family.disk_names.items()
-            if own.startswith(within) and disk.startswith(within)
+            for own, disk in sorted(names.items(), key=lambda pair: -len(pair[0]))
+            if not disk.endswith(f".{own}")
         }
 
     def require_asked(self) -> None:

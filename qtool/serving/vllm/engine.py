@@ -22,7 +22,7 @@ EVALUATED: dict[str, Any] = {"additional_config": {READ_BACK: True}}
 
 
 def engine(directory: str | Path, *, in_process: bool = True, **options: Any) -> Any:
-    """vLLM's ``LLM`` of a model directory, without its tokenizer.
+    """vLLM's ``LLM`` of a model directory, without its tokenizer and without its towers.
 
     Args:
         in_process: keep the model (of several ranks the first one's share) in this process, so that
@@ -45,6 +45,7 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
     from vllm import LLM
 
     fixed = {"skip_tokenizer_init": True, "disable_log_stats": True, "enable_prefix_caching": False}
+    fixed["language_model_only"] = True  # of a multimodal model, whose processor is not asked for
     try:
         return LLM(str(directory), **(fixed | options))
     except (RuntimeError, ValueError, AssertionError) as error:  # a failed start, wrong options
