@@ -85,6 +85,17 @@ def test_a_model_that_is_loaded_in_16_bits_has_the_same_family(model_type: str) 
     assert repr(loading) == repr(derive(config))  # sizes are functions
 
 
+@pytest.mark.parametrize("model_type", ["gpt_bigcode", "gptj", "olmo2", "phimoe", "starcoder2"])
+def test_what_a_config_leaves_out_is_as_its_class_has_it(model_type: str) -> None:
+    """GPT-BigCode's one kv head, for example."""
+    config = tiny_config(model_type)
+    whole, default = config.to_dict(), type(config)().to_dict()
+    short = {k: v for k, v in whole.items() if k == "model_type" or v != default.get(k, ...)}
+    assert len(short) < len(whole)
+    heads = [Heads.of(derive(given).settings(given)) for given in (whole, short)]
+    assert heads[0] == heads[1]
+
+
 def test_a_forward_may_look_at_numbers() -> None:
     """JetMoE splits its tokens by how many each expert has, Qwen4's indexer by what it found."""
     for model_type, linear in (

@@ -20,7 +20,7 @@ from qtool.models.parts import Fold, Heads
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "intermediate_size", "max_position_embeddings"),
-    *("num_experts_per_tok", "partial_rotary_factor", "rope_parameters"),
+    *("num_experts_per_tok", "multi_query", "partial_rotary_factor", "rope_parameters"),
 )
 
 
