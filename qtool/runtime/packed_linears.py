@@ -96,8 +96,9 @@ class PackedLinears:
         """Refuse linears that engines run as one and that are not stored alike.
 
         Raises:
-            QtoolError: as an engine would, for the first layer that it joins.
+            QtoolError: as an engine would, for the first layer that it joins or has in 16 bits.
         """
+        self.require_layers()
         for block in range(self.settings.num_hidden_layers):
             family = self._block(block)
             prefix = f"{self.family.blocks}.{block}."
@@ -112,6 +113,21 @@ class PackedLinears:
                     stack += [prefix + linear for linear in group.linears]
             if gate_up and down:
                 self.experts(down[0].rsplit(".", 2)[0], gate_up, down)
+
+    def require_layers(self) -> None:
+        """Refuse packed linears in mixers of Mamba 1, which vLLM has in 16 bits alone.
+
+        Raises:
+            QtoolError: naming the first one.
+        """
+        for name in self.names():
+            block, within = self.family.place(name)
+            mixer = within.rpartition(".")[0]
+            if f"{mixer}.dt_proj" in self._block(block or 0).unquantized:  # Mamba 2 has none
+                raise QtoolError(
+                    f"{name}: vLLM has the mixers of Mamba 1 in 16 bits alone; quantize with a "
+                    "rule that leaves them so"
+                )
 
     def names(self) -> Iterator[str]:
         """Full names of all packed linears."""

@@ -18,6 +18,7 @@ from qtool.errors import QtoolError
 from qtool.format import native_format
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
+from qtool.serving.preflight import require_servable
 from qtool.serving.verify import layers
 from qtool.serving.vllm.config import QtoolConfig
 from tests.models.tiny import save_tiny
@@ -109,6 +110,19 @@ def test_linears_that_vllm_keeps_in_16_bits_are_named(
     directory = packed(model_type, tmp_path)
     with pytest.raises(QtoolError, match=rf"^model\.layers\.0\.{linear}: .* takes it packed"):
         loaded(directory)
+
+
+@pytest.mark.parametrize("model_type", ["falcon_mamba", "jamba"])
+def test_mixers_of_mamba_1_are_refused(model_type: str, tmp_path: Path) -> None:
+    """vLLM, the check before it and the model card say so in the same words."""
+    directory = packed(model_type, tmp_path)
+    said = r"\.layers\.\d\.\w+\.in_proj: vLLM has the mixers of Mamba 1 in 16 bits alone"
+    with pytest.raises(QtoolError, match=said) as refused:
+        loaded(directory)
+    with pytest.raises(QtoolError) as before:
+        require_servable(directory, 1)
+    assert str(before.value) == str(refused.value)
+    assert f"vLLM cannot serve it: {refused.value}." in (directory / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
