@@ -116,13 +116,13 @@ def old_names(entries: Set[str], model: Architecture) -> dict[str, str]:
     if all(any(stack in name for stack in stacks) for name in absent):  # these may be stacked
         return {}
     from qtool.models.derived import built  # imports transformers
-    from qtool.models.derived.on_disk import renaming
+    from qtool.models.derived.on_disk import loading
 
-    own_name = renaming(built(model.config))
+    loaded = loading(built(model.config), convert=False)
     modules = {name.rpartition(".")[0] for name in absent}  # of packed linears, without a weight
     found = {}
     for name in sorted(entries - shapes.keys()):
-        own = own_name(name)
+        own, _ = loaded(name)
         known = own in absent or own.rpartition(".")[0] in modules
         if own not in entries and (known or any(stack in own for stack in stacks)):
             found[own] = name

@@ -136,17 +136,18 @@ def _name_of_experts(model: Any, stacks: Mapping[str, Tensor]) -> str:
     return firsts[-1] if firsts else ""
 
 
-def loading(model: Any) -> Callable[[str], tuple[str, str | None]]:
+def loading(model: Any, *, convert: bool = True) -> Callable[[str], tuple[str, str | None]]:
     """A function of a tensor's name on disk: its name in ``model``, and the conversion for it.
 
     The conversion is a pattern of transformers' list, or None for a tensor that is loaded as it is.
+    Without ``convert`` a part of which a tensor is made keeps its own name, in the same module.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     conversions = get_model_conversion_mapping(model)
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    converters = [c for c in conversions if convert and isinstance(c, WeightConverter)]
     state = model.state_dict()
 
     def loaded(disk: str) -> tuple[str, str | None]:
@@ -156,20 +157,6 @@ def loading(model: Any) -> Callable[[str], tuple[str, str | None]]:
         return (disk, None) if own[0] not in state and disk in state else own
 
     return loaded
-
-
-def renaming(model: Any) -> Callable[[str], str]:
-    """A function of a tensor's name on disk: the name under which ``model`` looks for it.
-
-    It is the tensor's own name, or that of a part of which a tensor is made.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    conversions = get_model_conversion_mapping(model)
-    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
-    state = model.state_dict()
-    return lambda disk: rename_source_key(disk, renamings, [], model.base_model_prefix, state)[0]
 
 
 def _require_loaded(model: Any, found: Mapping[str, str]) -> None:
