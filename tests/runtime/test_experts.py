@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 import qtool
@@ -64,6 +65,12 @@ def stacks(model: torch.nn.Module) -> list[SeparateExperts]:
     return [module for module in model.modules() if isinstance(module, SeparateExperts)]
 
 
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The distance of logits, of the token in the middle: an undecided router parts some."""
+    distances = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+    return float(distances.median())
+
+
 @torch.no_grad()
 def test_all_at_once_are_one_after_another(packed: Path) -> None:
     model = load_as_stored(packed)
@@ -79,7 +86,7 @@ def test_all_at_once_are_one_after_another(packed: Path) -> None:
             up.register_forward_pre_hook(lambda *_: calls.append(1))
     found = model(IDS).logits
     assert not calls
-    assert (found - expected).norm() <= 0.02 * expected.norm()
+    assert distance(found, expected) <= 0.02
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -173,7 +180,7 @@ def test_what_was_replaced_or_is_watched_is_called(packed: Path) -> None:
     group_experts(model)
     expected, other = model(IDS).logits, copy.deepcopy(model)
     assert all(experts.grouped is None for experts in stacks(other))
-    assert (other(IDS).logits - expected).norm() <= 0.02 * expected.norm()
+    assert distance(other(IDS).logits, expected) <= 0.02
     seen: list[int] = []
     experts = stacks(model)[0]
     experts.observers[experts.roles["up"]] = lambda x, counts: seen.append(len(x))
