@@ -116,7 +116,7 @@ class _Export(Conversion):
     def __init__(self, source: Checkpoint, target: ExportFormat, tensor_parallel: int) -> None:
         self.source, self.target, self.dtype = source, target, target.dtype
         native = native_format(source.config)
-        self.family = family_of(source.config).named_as(dict(native.source_names))
+        self.family = family_of(source.config).named_as(dict(native.tower_names))
         self.all_formats = exported_formats(target, native, source.config, tensor_parallel)
         self.formats = {name: found for name, found in self.all_formats.items() if found}
         for scale in missing_scales(native.kv, source.config, source.entries):

@@ -118,7 +118,7 @@ class Import(Conversion):
             schemes.most_common(1)[0][0],
             _rules(source, self.formats),
             permuted=_permuted(source, self.grids),
-            source_names=tuple(source.old_names.items()),
+            tower_names=tuple(source.tower_names.items()),
         )
         self.notes: list[str] = []
         if ZERO_POINTS in schemes:

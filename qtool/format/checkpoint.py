@@ -58,7 +58,7 @@ class CheckpointFormat:
         rotated: names within a block of the linears whose inputs are rotated at run time, with
             ``*`` for any expert's number.
         kv: the KV-cache quantizer, or None.
-        source_names: modules (or tensors) of towers and the names that they had in the source, if
+        tower_names: modules (or tensors) of towers and the names that they had in the source, if
             transformers would write others; other loaders may know the source's alone.
     """
 
@@ -67,7 +67,7 @@ class CheckpointFormat:
     permuted: tuple[str, ...] = ()
     kv: str | None = None
     rotated: tuple[str, ...] = ()
-    source_names: tuple[tuple[str, str], ...] = ()
+    tower_names: tuple[tuple[str, str], ...] = ()
 
     @property
     def version(self) -> int:
@@ -103,7 +103,7 @@ class CheckpointFormat:
             for r in self.rules
         ]
         rotated = {"rotated": list(self.rotated)} if self.rotated else {}
-        names = {"source_names": dict(self.source_names)} if self.source_names else {}
+        names = {"tower_names": dict(self.tower_names)} if self.tower_names else {}
         return {
             "quant_method": QUANT_METHOD,
             "format_version": self.version,
@@ -153,7 +153,7 @@ class CheckpointFormat:
                 permuted=_names(config, "permuted"),
                 kv=config.get("kv"),
                 rotated=_names(config, "rotated"),
-                source_names=_source_names(config),
+                tower_names=_tower_names(config),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise QtoolError(f"quantization_config is damaged: {error!r}") from error
@@ -199,10 +199,10 @@ def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _source_names(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    names = config.get("source_names", {})
+def _tower_names(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    names = config.get("tower_names", {})
     if not plugins.is_of(names, dict[str, str]):
-        raise ValueError(f"source_names {names!r}")
+        raise ValueError(f"tower_names {names!r}")
     return tuple(names.items())
 
 

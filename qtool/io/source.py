@@ -49,7 +49,7 @@ class Checkpoint:
         nbytes: bytes of the tensors in the files.
         published: the format of the weights if they are dequantized, else None.
         adapter: the adapter that is merged, or None.
-        old_names: names of towers in the files that transformers loads and does not write, of
+        tower_names: names of towers in the files that transformers loads and does not write, of
             modules where these are enough, by those in the model; known once the entries have them.
     """
 
@@ -60,7 +60,7 @@ class Checkpoint:
         self._stored = self._entries()
         self.nbytes = sum(entry.nbytes for entry in self._stored.values())
         self.entries = dict(self._stored)
-        self.old_names: dict[str, str] = {}
+        self.tower_names: dict[str, str] = {}
         if self.published:
             self.entries = dequantized(self._stored, self.published, self.config)
         blocks = self.config.get("num_hidden_layers")

@@ -34,7 +34,7 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     """Give the entries of ``source`` the names that the family of ``model`` declares, in place.
 
     Then the adapter of ``source``, if it has one, is merged into them. Names of towers that
-    transformers would not write are noted in ``source.old_names``.
+    transformers would not write are noted in ``source.tower_names``.
 
     Raises:
         QtoolError: stacked experts have another shape than config.json says, or the adapter belongs
@@ -58,7 +58,7 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
     old = old_names(entries.keys(), model)
     for own, name in old.items():
         entries[own] = entries.pop(name)
-    source.old_names |= by_module({o: n for o, n in old.items() if o in family.outside}, entries)
+    source.tower_names |= by_module({o: n for o, n in old.items() if o in family.outside}, entries)
     if model.tied and embedding not in entries and head in entries:
         entries[embedding] = entries.pop(head)
     for name in family.transposed & entries.keys():

@@ -16,6 +16,8 @@ def by_module(names: Mapping[str, str], kept: Collection[str]) -> dict[str, str]
 
     >>> by_module({"model.tower.0.bias": "tower.old.0.bias", "head.weight": "lm.head.weight"}, [])
     {'model.tower': 'tower.old', 'head': 'lm.head'}
+    >>> by_module({"tower.0.bias": "old.0.bias"}, ["tower.1.bias"])
+    {'tower.0.bias': 'old.0.bias'}
     """
     found = {}
     for name, other in names.items():

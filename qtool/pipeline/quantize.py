@@ -216,7 +216,7 @@ def job_of(
             "the recipe's transforms change embedding, norms and head, and it does not follow them",
         )
     others = {name: stored for name, stored in dtypes.items() if stored != job.dtype}
-    found = replace(job.format, source_names=tuple(source.old_names.items()))
+    found = replace(job.format, tower_names=tuple(source.tower_names.items()))
     return replace(job, format=found, other_dtypes=others, unknown=unknown, source_notes=notes)
 
 

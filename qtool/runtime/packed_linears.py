@@ -22,7 +22,7 @@ class PackedLinears:
 
     def __init__(self, config: Mapping[str, Any], checkpoint_format: CheckpointFormat) -> None:
         self.format = checkpoint_format
-        self.family = family_of(config).named_as(dict(checkpoint_format.source_names))
+        self.family = family_of(config).named_as(dict(checkpoint_format.tower_names))
         self.settings = self.family.settings(config)
 
     def of(self, name: str) -> LinearFormat | None:
@@ -98,7 +98,7 @@ class PackedLinears:
         Raises:
             QtoolError: as an engine would, for the first layer that it joins or has in 16 bits.
         """
-        self.require_layers()
+        self.refuse_mamba_1()
         for block in range(self.settings.num_hidden_layers):
             family = self._block(block)
             prefix = f"{self.family.blocks}.{block}."
@@ -114,7 +114,7 @@ class PackedLinears:
             if gate_up and down:
                 self.experts(down[0].rsplit(".", 2)[0], gate_up, down)
 
-    def require_layers(self) -> None:
+    def refuse_mamba_1(self) -> None:
         """Refuse packed linears in mixers of Mamba 1, which vLLM has in 16 bits alone.
 
         Raises:

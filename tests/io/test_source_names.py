@@ -161,4 +161,4 @@ def test_a_text_model_in_the_names_of_its_wrapper(kind: str, tmp_path: Path) -> 
     wrapped = as_published(plain, tmp_path / "wrapped", text, "model.language_model.")
     out = run(wrapped, "out")
     assert weights(out) == weights(run(plain, "expected"))
-    assert "source_names" not in Checkpoint(out).config["quantization_config"]  # no tower
+    assert "tower_names" not in Checkpoint(out).config["quantization_config"]  # no tower

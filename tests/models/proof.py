@@ -189,6 +189,15 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def typical_distance(found: Tensor, expected: Tensor) -> float:
+    """The distance of the token in the middle.
+
+    A sum in another order may send a token whose router is undecided to other experts.
+    """
+    found, expected = found.float(), expected.float()
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+
+
 def float_twin(quantized: PreTrainedModel, source: Path) -> PreTrainedModel:
     """transformers' own model of ``source`` with all weights of ``quantized``, dequantized."""
     config = AutoConfig.from_pretrained(source)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 import qtool
@@ -19,6 +18,7 @@ from qtool.runtime.huggingface import dequantized
 from qtool.runtime.load import load, load_as_stored
 from qtool.runtime.merge import merge_linears
 from tests.conftest import on_hopper
+from tests.models.proof import typical_distance
 from tests.models.tiny import save_tiny
 from tests.runtime.test_decode import recorded  # noqa: F401  (a fixture)
 from tests.runtime.test_merge import with_kernels  # noqa: F401  (a fixture)
@@ -65,12 +65,6 @@ def stacks(model: torch.nn.Module) -> list[SeparateExperts]:
     return [module for module in model.modules() if isinstance(module, SeparateExperts)]
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """The distance of logits, of the token in the middle: an undecided router parts some."""
-    distances = (found - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
-    return float(distances.median())
-
-
 @torch.no_grad()
 def test_all_at_once_are_one_after_another(packed: Path) -> None:
     model = load_as_stored(packed)
@@ -86,7 +80,7 @@ def test_all_at_once_are_one_after_another(packed: Path) -> None:
             up.register_forward_pre_hook(lambda *_: calls.append(1))
     found = model(IDS).logits
     assert not calls
-    assert distance(found, expected) <= 0.02
+    assert typical_distance(found, expected) <= 0.02
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -180,7 +174,7 @@ def test_what_was_replaced_or_is_watched_is_called(packed: Path) -> None:
     group_experts(model)
     expected, other = model(IDS).logits, copy.deepcopy(model)
     assert all(experts.grouped is None for experts in stacks(other))
-    assert distance(other(IDS).logits, expected) <= 0.02
+    assert typical_distance(other(IDS).logits, expected) <= 0.02
     seen: list[int] = []
     experts = stacks(model)[0]
     experts.observers[experts.roles["up"]] = lambda x, counts: seen.append(len(x))

@@ -140,7 +140,10 @@ def test_a_layout_of_pruned_weights_says_so_itself(monkeypatch: pytest.MonkeyPat
 
 def test_the_format_survives_json() -> None:
     rules = (Rule("down", None), Rule(".*", LinearFormat("w4a4", 32, "apex4", "bfloat16")))
-    written = CheckpointFormat("mine", rules, permuted=("self_attn.q_proj",), kv="kv4")
+    towers = (("model.tower", "tower.old"),)
+    written = CheckpointFormat(
+        "mine", rules, permuted=("self_attn.q_proj",), kv="kv4", tower_names=towers
+    )
     assert CheckpointFormat.from_dict(written.to_dict()) == written
     assert written.is_permuted("model.layers.3.self_attn.q_proj")
     assert not written.is_permuted("model.layers.3.self_attn.k_proj")
@@ -149,7 +152,9 @@ def test_the_format_survives_json() -> None:
         damaged["rules"][1]["scale_dtype"] = strange
         with pytest.raises(QtoolError, match=r"quantization_config is damaged: .*scale_dtype"):
             CheckpointFormat.from_dict(damaged)
-    for key, names in (("permuted", [["down"]]), ("rotated", "down"), ("rotated", None)):
+    damaged_names: list[tuple[str, Any]] = [("permuted", [["down"]]), ("rotated", "down")]
+    damaged_names += [("rotated", None), ("tower_names", ["model.tower"])]
+    for key, names in damaged_names:
         with pytest.raises(QtoolError, match=f"quantization_config is damaged: .*{key}"):
             CheckpointFormat.from_dict(written.to_dict() | {key: names})
 

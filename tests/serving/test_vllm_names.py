@@ -3,6 +3,7 @@ one.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,6 +111,29 @@ def test_linears_that_vllm_keeps_in_16_bits_are_named(
     directory = packed(model_type, tmp_path)
     with pytest.raises(QtoolError, match=rf"^model\.layers\.0\.{linear}: .* takes it packed"):
         loaded(directory)
+
+
+def test_a_name_is_renamed_once(tmp_path: Path) -> None:
+    """A published name that begins with the model's own; inner loaders rename once more."""
+    directory, old = packed("cohere2_vision", tmp_path), "model.vision_tower.vision_model"
+    settings = Checkpoint(directory).config["quantization_config"]
+    config = QtoolConfig.from_config(settings | {"tower_names": {"model.vision_tower": old}})
+    hf_config: Any = SimpleNamespace(quantization_config=settings)
+    config.maybe_update_config(str(directory), hf_config)
+    config.asked.update(config.packed_linears.names())
+    mapper = config.get_cache_scale_mapper()
+    once = mapper.apply_list([f"model.vision_tower.{part}" for part in ("head.bias", "encoder")])
+    assert once == [f"{old}.head.bias", f"{old}.encoder"]
+    assert mapper.apply_list([*once, "lm_head.weight"]) == [*once, "lm_head.weight"]
+
+
+def test_jamba_is_loaded_with_mixers_in_16_bits(tmp_path: Path) -> None:
+    source = save_tiny("jamba", tmp_path / "source", dtype="bfloat16")
+    rules = [{"match": r"\.mamba\.", "scheme": None}, rule("w8a8", "row-major-8")]
+    recipe = recipes.parse({"scheme": "w8a8", "layers": rules}, "test")
+    checkpoint = Checkpoint(quantize(Checkpoint(source), recipe, tmp_path / "packed"))
+    rows = list(layers(loaded(checkpoint.directory), checkpoint))
+    assert rows and not [row for row in rows if row.problem]
 
 
 @pytest.mark.parametrize("model_type", ["falcon_mamba", "jamba"])

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 
-def launch(
-    kernel: Any, programs: tuple[int, ...], first: Tensor, *rest: Any, **options: Any
-) -> None:
-    """Run ``programs`` programs of ``kernel(first, *rest)`` on the GPU that holds ``first``.
+def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *rest: Any, **options: Any) -> None:
+    """Run a ``grid`` of programs of ``kernel`` on the GPU that holds its argument ``first``.
 
     Triton itself would run them on the current GPU, which is GPU 0 in a new thread.
     """
     with torch.cuda.device(first.device):
-        kernel[programs](first, *rest, **options)
+        kernel[grid](first, *rest, **options)

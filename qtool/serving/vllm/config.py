@@ -95,7 +95,7 @@ class QtoolConfig(QuantizationConfig):
         # vLLM's own classes of configs leave settings out
         config = read_config(directory) if directory.is_dir() else hf_config.to_dict()
         self.linears = PackedLinears(config, self.format)
-        self.linears.require_layers()
+        self.linears.refuse_mamba_1()
         names, published = list(self.linears.linears()), self.published
         # vLLM's layers of Mamba 2 say "mixer" where the model says "mamba"
         self.stored = {name.replace(".mamba.", ".mixer."): name for name in names}

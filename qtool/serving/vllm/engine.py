@@ -44,8 +44,12 @@ def engine(directory: str | Path, *, in_process: bool = True, **options: Any) ->
     require_vllm(Path(directory), options.get("tensor_parallel_size", 1), dtype)
     from vllm import LLM
 
-    fixed = {"skip_tokenizer_init": True, "disable_log_stats": True, "enable_prefix_caching": False}
-    fixed["language_model_only"] = True  # of a multimodal model, whose processor is not asked for
+    fixed = {
+        "skip_tokenizer_init": True,
+        "language_model_only": True,  # nor is a multimodal model's processor needed
+        "disable_log_stats": True,
+        "enable_prefix_caching": False,
+    }
     try:
         return LLM(str(directory), **(fixed | options))
     except (RuntimeError, ValueError, AssertionError) as error:  # a failed start, wrong options
