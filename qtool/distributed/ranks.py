@@ -75,17 +75,22 @@ def process_group(device: str) -> Iterator[str]:
     cuda:LOCAL_RANK if there are several ranks.
 
     Raises:
-        QtoolError: the ranks cannot share the device.
+        QtoolError: the ranks cannot share the device, or no launcher started them.
     """
     global _world
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
             # "cuda" is the caller's current GPU, but in every other thread it would be GPU 0
             yield f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
         return
-    device = _own_device(device)
-    store, number, count = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
+    try:
+        device = _own_device(device)
+        store, number, count = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
+    except ValueError as error:  # a variable is missing, or is no number
+        raise QtoolError(
+            f"WORLD_SIZE is set, but not what a launcher sets with it ({error}): start the ranks "
+            "with torchrun, or unset it"
+        ) from None
     watch.begin(store.clone(), number, count)
     cuda = device.startswith("cuda")
     if cuda:

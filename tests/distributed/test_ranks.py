@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from qtool.cli import cli, main
 from qtool.distributed import ranks
+from qtool.errors import QtoolError
 from qtool.io.model_directory import DEMO
 from tests import forks
 from tests.conftest import save_model
@@ -232,3 +233,15 @@ def test_alone_there_is_one_rank_and_nothing_to_wait_for() -> None:
     total.tensor.add_(1)
     total.step()
     assert torch.equal(total.result(), torch.ones(3))
+
+
+@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "x"}, {"WORLD_SIZE": "2", "RANK": "a"}])
+def test_refuses_an_environment_that_no_launcher_makes(environment, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(QtoolError, match=r"^WORLD_SIZE is set, but .* unset it$"),
+        ranks.process_group("cpu"),
+    ):
+        pass
