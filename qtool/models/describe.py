@@ -12,7 +12,7 @@ TOLD = frozenset(
     {
         *("unquantized", "outside", "choose", "sizes", "defaults", "derived", "refuses"),
         *("fixed_stream", "streamed_only", "disk_names", "rows_on_disk", "computed"),
-        *("transposed", "integers", "read_of_text", "other_linears"),
+        *("transposed", "integers", "read_of_text", "other_linears", "entering"),
     }
 )
 
@@ -44,6 +44,7 @@ def as_dict(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
             _block(own, numbers) for own, numbers in kinds_of_blocks(family, config).items()
         ],
         "outside": {name: list(shape) for name, shape in family.outside.items()},
+        "entering": list(family.entering),
         "disk_names": dict(family.disk_names),
         "rows_on_disk": {
             name: [vars(part) for part in parts] for name, parts in family.rows_on_disk.items()
@@ -105,8 +106,10 @@ def as_text(family: Family, config: Mapping[str, Any]) -> str:
             if group.fold is Fold.NONE:
                 lines.append(f"# nothing folds into the input of {', '.join(group.linears)}")
     lines += [f"# left out: {what}: {why}" for what, why in left_out(family).items()]
-    if family.outside:
-        lines.append(f"# as they are: {', '.join(family.outside)}")
+    if family.entering:
+        lines.append(f"# enter the residual stream too: {', '.join(family.entering)}")
+    if still := [name for name in family.outside if name not in family.entering]:
+        lines.append(f"# as they are: {', '.join(still)}")
     return "\n".join(lines)
 
 

@@ -84,8 +84,11 @@ class Family:
         index_bytes: bytes per pair of tokens that enter a block too: those of an indexer, which
             chooses for each token which others it attends to.
         whole_embedding: whether other modules than the embedding read the token ids.
-        outside: shapes of tensors beside the blocks and the modules above; they stay as they are.
+        outside: shapes of tensors beside the blocks and the modules above; they stay as they are,
+            except ``entering``.
         read_of_text: those of ``outside`` that a forward of text reads; the others are of towers.
+        entering: those of ``outside`` whose outputs enter the residual stream beside text, each
+            with the dimension of its channels of the stream; they are changed as the embedding is.
         other_linears: linears beside the blocks and the head.
         integers: names of tensors that hold whole numbers.
         disk_names: names of tensors and modules in checkpoints, by the names used here.
@@ -143,6 +146,7 @@ class Family:
     # --- tensors in checkpoints ---
     outside: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     read_of_text: tuple[str, ...] = ()
+    entering: Mapping[str, int] = field(default_factory=dict)
     other_linears: tuple[str, ...] = ()
     integers: frozenset[str] = frozenset()
     disk_names: Mapping[str, str] = field(default_factory=dict)

@@ -147,6 +147,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [128, 128], "moe_num_experts": 4}
     | {"rope_parameters": MROPE | {"mrope_section": [6, 6, 4]}},
     "ovis2": {"vocab_size": 320, "hidden_size": 128},
+    "paligemma": {"projection_dim": 128},
     "dbrx": {"n_heads": 4, "n_layers": 2, "max_seq_len": 256}
     | {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}}
     | {"ffn_config": {"hidden_size": 128, "ffn_hidden_size": 256}},
@@ -175,6 +176,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 16},
     "granitemoehybrid": MAMBA2 | {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "kimi_k25": {"projection_hidden_size": 64},
     "kimi_linear": {
         "layer_types": ["linear_attention", "full_attention"],
         "linear_head_dim": 32,

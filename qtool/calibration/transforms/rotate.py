@@ -18,7 +18,8 @@ the mean over channels is the component along it. A model with LayerNorm gets th
 so that ``ones Q = ones``; no mean subtraction has to be folded, and LayerNorm and the checkpoint's
 architecture stay the same. A bias that stayed in a norm is rotated with its channels. A norm whose
 output is added to the residual stream (Gemma 2) commutes with no rotation, since its weight cannot
-be moved into a linear.
+be moved into a linear. What else than text enters the residual stream of a multimodal model is
+rotated as the embedding is (:attr:`.Family.entering`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

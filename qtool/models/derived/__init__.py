@@ -55,8 +55,9 @@ operations, by the rules in :mod:`.moves`, :mod:`.arithmetic` and :mod:`.product
 :mod:`.linears`, :mod:`.folds`, :mod:`.attention` and :mod:`.stream` prove the statements of
 :mod:`.block_family`; :mod:`.whole` puts the blocks together. :mod:`.fused` finds the parts of fused
 linears, :mod:`.passing` follows what blocks hand on besides hidden states, and :mod:`.on_disk`
-and :mod:`.disk_names` have the names in checkpoints. :mod:`.norms`, :mod:`.module_kinds` and
-:mod:`.expert_gates` find what a single module computes.
+and :mod:`.disk_names` have the names in checkpoints. :mod:`.entering` lists by which linears
+pictures and sound enter, which a forward of text does not show. :mod:`.norms`,
+:mod:`.module_kinds` and :mod:`.expert_gates` find what a single module computes.
 
 A statement that is not proved is left out: ``unquantized`` of :class:`~qtool.models.family.Family`
 says why a linear stays in 16 bits, ``refuses`` and ``fixed_stream`` say why a transform is left

@@ -10,6 +10,7 @@ from qtool.errors import QtoolError
 from qtool.models.conv1d import FromConv1D
 from qtool.models.derived.block_family import block_family
 from qtool.models.derived.disk_names import DiskNames
+from qtool.models.derived.entering import entering
 from qtool.models.derived.recorded_block import RecordedBlock
 from qtool.models.derived.recorded_model import RecordedModel
 from qtool.models.family import Family
@@ -37,9 +38,12 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
     if not any(family.groups for family in of_block):
         other = next((f"; {n} is not: {why}" for n, why in of_block[0].unquantized.items()), "")
         raise QtoolError(f"its blocks have no linear that can be quantized{other}")
-    common = _beside_blocks(model, on_disk) | {
+    common = _beside_blocks(model, on_disk)
+    enters = _entering(model, common)
+    common |= {
         "refuses": {k: v for family in of_block for k, v in family.refuses.items()},
-        "fixed_stream": _why_fixed(model, of_block),
+        "fixed_stream": _why_fixed(model, of_block, enters),
+        "entering": enters or {},
         "layer_norm": any(f.layer_norm for f in of_block) or _ends_centred(model),
     }
     own = {id(f): replace(f, **common, norm_offset=f.norm_offset) for f in of_block}
@@ -56,9 +60,13 @@ def _ends_centred(model: RecordedModel) -> bool:
     return form is not None and form.centred
 
 
-def _why_fixed(model: RecordedModel, of_block: list[Family]) -> str:
+def _why_fixed(
+    model: RecordedModel, of_block: list[Family], enters: Mapping[str, int] | None
+) -> str:
     """Why the residual stream cannot be rotated, if it cannot."""
     stream = next((f.fixed_stream for f in of_block if f.fixed_stream), "") or model.why_fixed()
+    if not stream and enters is None:
+        return "what is no text enters it too"
     offsets = {f.norm_offset for f in of_block}
     final = model.form(model.final_norm) if model.final_norm else None
     if final is not None:
@@ -111,6 +119,15 @@ def _beside_blocks(model: RecordedModel, on_disk: DiskNames) -> dict[str, Any]:
         name for name in common["outside"] if name.rpartition(".")[0] in called
     )
     return common
+
+
+def _entering(model: RecordedModel, common: Mapping[str, Any]) -> dict[str, int] | None:
+    """What enters the residual stream beside text; None if that is not known."""
+    text_alone = model.model.config is model.config
+    if text_alone and len(common["read_of_text"]) == len(common["outside"]):
+        return {}
+    kind = model.model.config.model_type
+    return entering(kind, model.modules, common["outside"], model.hidden)
 
 
 def _outside(model: RecordedModel, common: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

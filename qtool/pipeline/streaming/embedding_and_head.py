@@ -55,12 +55,23 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def head(source: Checkpoint, job: Job, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The final norm, the head's rows unless it stays tied, and tensors unknown to the family."""
+    """The final norm, the head's rows unless it stays tied, and all tensors beside them."""
     yield from _norm_and_head(source, job, device)
     for name in job.family.outside:
-        yield name, source.read(name)
+        if name in job.family.entering:
+            yield name, _entering(source, name, job, device)
+        else:
+            yield name, source.read(name)
     for name in job.unknown:
         yield name, source.read(name)
+
+
+def _entering(source: Checkpoint, name: str, job: Job, device: torch.device) -> Tensor:
+    """A tensor whose channels are added to the residual stream, rewritten as the embedding is."""
+    dim, stored = job.family.entering[name], source.read(name)
+    of_stream = _widened(require_finite(name, stored.to(device))).movedim(dim, -1)
+    rows = embedded(of_stream.reshape(-1, of_stream.shape[-1]), job)
+    return as_stored(name, rows.reshape(of_stream.shape).movedim(-1, dim).contiguous(), job)
 
 
 def _norm_and_head(
