@@ -23,6 +23,8 @@ TOKENIZER = (
 )
 #: fields of qtool.json that are objects
 OBJECTS = "source", "recipe", "calibration", "job", "shards", "tokenizer", "dtype", "versions"
+#: transforms that keep every weight of the source, or are undone when it is dequantized
+KEEPS_WEIGHTS = ("clip", "online-hadamard")
 CHANGED = "the file's sha256 is not the one recorded when it was written"
 UNREADABLE = "missing or damaged: the shards' hashes cannot be checked"
 
@@ -66,6 +68,12 @@ def _is_record(found: Any) -> bool:
     objects = [found[key] for key in OBJECTS if key in found]
     objects += blocks if isinstance(blocks, list) else [blocks]
     return all(isinstance(value, dict) for value in objects)
+
+
+def changing_transforms(record: dict[str, Any]) -> list[str]:
+    """The transforms of the recorded recipe after which weights are no longer the source's."""
+    *transforms, _ = record.get("recipe", {}).get("methods") or [{}]
+    return [name for one in transforms for name in one if name not in KEEPS_WEIGHTS]
 
 
 def recorded_hashes(directory: Path, kind: str = "shards") -> dict[str, str]:

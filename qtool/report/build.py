@@ -15,7 +15,7 @@ from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.eval.kv_error import kv_errors
 from qtool.eval.perplexity import cut_windows
 from qtool.format import native_format
-from qtool.io.integrity import read_record
+from qtool.io.integrity import changing_transforms, read_record
 from qtool.io.model_directory import resolve
 from qtool.io.run_record import read_run
 from qtool.io.safetensors import write_text
@@ -32,9 +32,6 @@ from qtool.runtime.load import load, load_tokenizer
 from qtool.runtime.read_linear import load_linear, packed_names
 
 WINDOWS, TOKENS = 4, 512
-#: transforms that keep every weight of the source, or are undone when it is dequantized, so that a
-#: rounded weight can be compared with the source's
-KEEPS_WEIGHTS = frozenset({"clip", "online-hadamard"})
 
 
 @torch_defaults()
@@ -98,8 +95,7 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
     verified = list(verify(directory, device=device))
     passed = not any(row.problem for row in verified)
     errors = recorded_errors(record.get("blocks", []))
-    *transforms, _ = record.get("recipe", {}).get("methods") or [{}]
-    if errors is None and base and {name for one in transforms for name in one} <= KEEPS_WEIGHTS:
+    if errors is None and base and not changing_transforms(record):
         errors = weight_errors(checkpoint, Checkpoint(base))
     return Report(
         directory,

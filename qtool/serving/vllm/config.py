@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -25,7 +26,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from qtool import __version__
 from qtool.errors import QtoolError
 from qtool.format import QUANT_METHOD, CheckpointFormat, LinearFormat
-from qtool.io.integrity import INDEX
+from qtool.io.integrity import INDEX, changing_transforms, read_record
 from qtool.io.source import SINGLE, Checkpoint, read_config
 from qtool.models import Heads
 from qtool.models.joined import JOINED
@@ -36,6 +37,8 @@ from qtool.serving.vllm import fusion
 from qtool.serving.vllm.kv import KVMethod, cache_tensors, choose_cache
 from qtool.serving.vllm.linear import QtoolLinearMethod
 from qtool.serving.vllm.moe import QtoolExpertsMethod
+
+logger = init_logger(__name__)
 
 #: models whose loaders take the first dimension of every tensor of q, k and v for its rows
 FIRST = ("bloom", "gpt_neox")
@@ -59,6 +62,7 @@ class QtoolConfig(QuantizationConfig):
         self.linears: PackedLinears | None = None
         self.keeps_cache: bool | None = None  # as in the checkpoint; None: not decided
         self.of_transformers = False  # vLLM runs transformers' model
+        self.transforms: list[str] = []  # that changed the source's weights
         self.stored: dict[str, str] = {}  # the checkpoint's names of linears by vLLM's
         self.asked: set[str] = set()  # the checkpoint's names of linears that vLLM has layers for
 
@@ -94,6 +98,7 @@ class QtoolConfig(QuantizationConfig):
         directory = Path(model_name)
         # vLLM's own classes of configs leave settings out
         config = read_config(directory) if directory.is_dir() else hf_config.to_dict()
+        self.transforms = changing_transforms(read_record(directory))
         self.linears = PackedLinears(config, self.format)
         self.linears.refuse_mamba_1()
         names, published = list(self.linears.linears()), self.published
@@ -158,6 +163,12 @@ class QtoolConfig(QuantizationConfig):
             if self.keeps_cache is None:
                 self.keeps_cache = choose_cache(config, self.format.kv)
                 self.of_transformers = config.model_config.using_transformers_backend()
+                if config.lora_config and self.transforms:
+                    logger.warning_once(
+                        "The checkpoint's recipe changed the source's weights (%s), so that LoRA "
+                        "adapters that were trained for the source give wrong outputs with it.",
+                        ", ".join(self.transforms),
+                    )
         if isinstance(layer, LinearBase):
             names = self.shards(prefix)
             linear_format = self.packed_linears.joined(prefix, names)
