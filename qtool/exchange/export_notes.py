@@ -8,9 +8,15 @@ from qtool.exchange.export_format import ExportFormat, Formats, native_activatio
 from qtool.exchange.exportable import SPLIT_EXPERTS
 from qtool.exchange.gguf.tokenizer import caution as tokenizer_caution
 from qtool.format import LinearFormat
+from qtool.io.integrity import read_record, recorded_transforms
 from qtool.io.source import Checkpoint
 from qtool.models import Family, family_of
 from qtool.models.architecture import dtype_name, named_dtype
+
+NOT_THE_SOURCES = (
+    "; one made of the source does not fit, since the residual stream is rotated: quantize with a "
+    "recipe without that (rotate: {residual: false})"
+)
 
 
 def export_notes(
@@ -42,6 +48,7 @@ def export_notes(
     if target.one_file and family.outside:
         notes.append(
             "towers and projectors left out: llama.cpp takes them from a file of their own"
+            + (NOT_THE_SOURCES if family.entering and _rotated(source) else "")
         )
     if target.one_file and (otherwise := tokenizer_caution(source.directory)):
         notes.append(otherwise)
@@ -55,6 +62,12 @@ def export_notes(
     elif not refused and (told := target.loads_with(formats)):
         notes.append(told)
     return notes + refused
+
+
+def _rotated(source: Checkpoint) -> bool:
+    """Whether the recorded recipe rotated the residual stream."""
+    step = recorded_transforms(read_record(source.directory)).get("rotate")
+    return step is not None and step.get("residual", True)
 
 
 def not_loaded(target: ExportFormat, config: Mapping[str, Any], formats: Formats) -> list[str]:

@@ -70,10 +70,11 @@ def _is_record(found: Any) -> bool:
     return all(isinstance(value, dict) for value in objects)
 
 
-def changing_transforms(record: dict[str, Any]) -> list[str]:
-    """The transforms of the recorded recipe after which weights are no longer the source's."""
+def recorded_transforms(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options of each transform of the recorded recipe that changed the source's weights."""
     *transforms, _ = record.get("recipe", {}).get("methods") or [{}]
-    return [name for one in transforms for name in one if name not in KEEPS_WEIGHTS]
+    every = {name: options for one in transforms for name, options in one.items()}
+    return {name: options for name, options in every.items() if name not in KEEPS_WEIGHTS}
 
 
 def recorded_hashes(directory: Path, kind: str = "shards") -> dict[str, str]:

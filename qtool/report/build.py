@@ -15,7 +15,7 @@ from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.eval.kv_error import kv_errors
 from qtool.eval.perplexity import cut_windows
 from qtool.format import native_format
-from qtool.io.integrity import changing_transforms, read_record
+from qtool.io.integrity import read_record, recorded_transforms
 from qtool.io.model_directory import resolve
 from qtool.io.run_record import read_run
 from qtool.io.safetensors import write_text
@@ -95,7 +95,7 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
     verified = list(verify(directory, device=device))
     passed = not any(row.problem for row in verified)
     errors = recorded_errors(record.get("blocks", []))
-    if errors is None and base and not changing_transforms(record):
+    if errors is None and base and not recorded_transforms(record):
         errors = weight_errors(checkpoint, Checkpoint(base))
     return Report(
         directory,

@@ -26,7 +26,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from qtool import __version__
 from qtool.errors import QtoolError
 from qtool.format import QUANT_METHOD, CheckpointFormat, LinearFormat
-from qtool.io.integrity import INDEX, changing_transforms, read_record
+from qtool.io.integrity import INDEX, read_record, recorded_transforms
 from qtool.io.source import SINGLE, Checkpoint, read_config
 from qtool.models import Heads
 from qtool.models.joined import JOINED
@@ -98,7 +98,7 @@ class QtoolConfig(QuantizationConfig):
         directory = Path(model_name)
         # vLLM's own classes of configs leave settings out
         config = read_config(directory) if directory.is_dir() else hf_config.to_dict()
-        self.transforms = changing_transforms(read_record(directory))
+        self.transforms = list(recorded_transforms(read_record(directory)))
         self.linears = PackedLinears(config, self.format)
         self.linears.refuse_mamba_1()
         names, published = list(self.linears.linears()), self.published
