@@ -77,18 +77,24 @@ def as_rank(rank: int, ranks: int) -> Iterator[None]:
 
 
 def loaded(
-    directory: Path, rank: int = 0, ranks: int = 1, unset: int | None = None, **options: Any
+    directory: Path,
+    rank: int = 0,
+    ranks: int = 1,
+    unset: int | None = None,
+    prefix: str = "",
+    **options: Any,
 ) -> nn.Module:
     """vLLM's model of ``directory`` as ``rank`` of ``ranks`` holds it, its weights loaded and
     processed.
 
-    With ``unset`` they are not processed: what was not loaded has this value.
+    With ``unset`` they are not processed: what was not loaded has this value. ``prefix`` comes
+    before the names of its layers, as before a draft model's.
     """
     config, before = configured(directory, **options), torch.get_default_dtype()
     torch.set_default_dtype(config.model_config.dtype)
     try:
         with set_current_vllm_config(config), as_rank(rank, ranks):
-            model = initialize_model(config)
+            model = initialize_model(config, prefix=prefix)
             for parameter in model.parameters() if unset is not None else ():
                 parameter.data.fill_(unset)
             loader: Any = get_model_loader(config.load_config)

@@ -98,6 +98,14 @@ def require_rank(layer: Any, checkpoint: Checkpoint, rank: int, ranks: int) -> N
         )
 
 
+def test_a_draft_model_is_packed_too(native: Native) -> None:
+    directory = native("w4a8-lqq", "dual-mma")
+    found = packed_layers(loaded(directory, prefix="draft_model"))
+    assert list(found) == list(packed_layers(loaded(directory)))
+    for layer in found.values():
+        require_rank(layer, Checkpoint(directory), 0, 1)
+
+
 @pytest.mark.parametrize("scheme, layout", FORMATS)
 def test_every_format_under_tensor_parallelism(native: Native, scheme: str, layout: str) -> None:
     directory = native(scheme, layout)

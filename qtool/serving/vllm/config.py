@@ -40,6 +40,8 @@ from qtool.serving.vllm.moe import QtoolExpertsMethod
 
 logger = init_logger(__name__)
 
+#: what vLLM puts before the names of a draft model's layers
+DRAFT = "draft_model."
 #: models whose loaders take the first dimension of every tensor of q, k and v for its rows
 FIRST = ("bloom", "gpt_neox")
 
@@ -158,6 +160,7 @@ class QtoolConfig(QuantizationConfig):
                 )
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        prefix = prefix.removeprefix(DRAFT)
         if (config := get_current_vllm_config_or_none()) is not None:
             fusion.switch_on(config)
             if self.keeps_cache is None:
