@@ -198,7 +198,7 @@ CAST = click.option(
     " by default.",
 )
 KEEP_UNKNOWN = click.option(
-    "--keep-unknown", is_flag=True, help="Copy tensors that the family lacks."
+    "--keep-unknown", is_flag=True, help="Copy tensors that neither qtool nor transformers knows."
 )
 DEVICE = click.option(
     "--device", type=Device(), default="cpu", show_default=True, help="cpu, cuda, cuda:1, ..."

@@ -57,7 +57,7 @@ def check_source(
                 "expected"
             )
     for name in source.entries:
-        known = name in expected or is_second_head(name, model) or _is_computed(name, model)
+        known = name in expected or is_second_head(name, model) or _is_ignored(name, model)
         if not known and not keep_unknown and name.rpartition(".")[0] not in packed:
             what = f"{model.family.name} models of {model.blocks} blocks"  # by config.json
             raise QtoolError(f"{name}: not a tensor of {what}; {instead}")
@@ -69,12 +69,13 @@ def is_second_head(name: str, model: Architecture) -> bool:
     return model.tied and name == f"{model.family.head}.weight"
 
 
-def _is_computed(name: str, model: Architecture) -> bool:
-    """Whether tensor ``name`` is a buffer that old checkpoints hold and loaders compute."""
-    block, _ = model.family.place(name)
-    if block is None or block >= model.blocks:
-        return name.endswith(ROTARY)
-    return any(re.search(pattern, name) for pattern in (f"{ROTARY}$", *model.family.computed))
+def _is_ignored(name: str, model: Architecture) -> bool:
+    """Whether loaders leave tensor ``name`` out.
+
+    It is a buffer that old checkpoints hold, or belongs to a module that transformers' class does
+    not have (for multi-token prediction).
+    """
+    return any(re.search(pattern, name) for pattern in (f"{ROTARY}$", *model.family.ignored))
 
 
 def require_tied(source: Checkpoint, model: Architecture) -> None:

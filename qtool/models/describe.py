@@ -11,7 +11,7 @@ from qtool.models.parts import Fold, LinearGroup
 TOLD = frozenset(
     {
         *("unquantized", "outside", "choose", "sizes", "defaults", "derived", "refuses"),
-        *("fixed_stream", "streamed_only", "disk_names", "rows_on_disk", "computed"),
+        *("fixed_stream", "streamed_only", "disk_names", "rows_on_disk", "ignored"),
         *("transposed", "integers", "read_of_text", "other_linears", "entering"),
     }
 )

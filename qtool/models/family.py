@@ -94,7 +94,8 @@ class Family:
         disk_names: names of tensors and modules in checkpoints, by the names used here.
         rows_on_disk: tensors that loaders put together from rows of others on disk: those rows, one
             part after another along dimension 0.
-        computed: patterns of tensors in blocks of old checkpoints that loaders compute themselves.
+        ignored: patterns of tensors that loaders leave out: buffers of old checkpoints, modules for
+            multi-token prediction.
         transposed: weights that checkpoints hold with inputs before outputs (``Conv1D``).
         derived: whether it was derived from transformers' own model, at the sizes of one config.
     """
@@ -151,7 +152,7 @@ class Family:
     integers: frozenset[str] = frozenset()
     disk_names: Mapping[str, str] = field(default_factory=dict)
     rows_on_disk: Mapping[str, tuple[RowsOf, ...]] = field(default_factory=dict)
-    computed: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
     transposed: frozenset[str] = frozenset()
 
     # --- where the declaration comes from ---

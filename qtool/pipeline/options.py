@@ -127,7 +127,7 @@ class QuantizeOptions(RecipeOverrides):
         resume: continue an unfinished run; not of a model in memory.
         dtype: ``bfloat16``, ``float16`` or ``float32``, to which tensors that are not packed are
             cast; by default they are not cast.
-        keep_unknown: copy tensors that the model's family does not know.
+        keep_unknown: copy tensors that neither the family nor transformers' class knows.
         adapter: a LoRA adapter (a directory or a hub id) that is merged into the weights as they
             are read.
     """

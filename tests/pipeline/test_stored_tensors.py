@@ -117,6 +117,18 @@ def test_what_nobody_knows_and_transforms_leave_behind_is_said(
         assert (f"{EXTRA} and all else that no Llama model has is copied" in caplog.text) is said
 
 
+def test_what_transformers_leaves_out_is_copied(tmp_path: Path) -> None:
+    """The class of DeepSeek-V3 names a block for a second token, and none of another number."""
+    model = save_tiny("deepseek_v3", tmp_path / "source")
+    named, other = (f"model.layers.{number}.eh_proj.weight" for number in (61, 62))
+    add(model, **{named: torch.ones(3, 3)})
+    qtool.quantize(model, "w4a16", recipe="fast", out=tmp_path / "out")
+    assert torch.equal(Checkpoint(tmp_path / "out").read(named), torch.ones(3, 3))
+    add(model, **{other: torch.ones(3, 3)})
+    with pytest.raises(QtoolError, match=f"{other}: not a tensor of DeepseekV3"):
+        qtool.quantize(model, "w4a16", recipe="fast", out=tmp_path / "again")
+
+
 def test_an_export_keeps_what_is_no_weight(make_model: MakeModel, tmp_path: Path) -> None:
     """Exports to marlin are float16 throughout, but ids and fp8 tensors are copied as they are."""
     model = make_model(dtype=torch.bfloat16)

@@ -99,7 +99,7 @@ def _beside_blocks(model: RecordedModel, on_disk: DiskNames) -> dict[str, Any]:
         "whole_embedding": model.recorded.reads_ids,
         "disk_names": on_disk.names,
         "rows_on_disk": on_disk.rows,
-        "computed": tuple(model.model._keys_to_ignore_on_load_unexpected or ()),
+        "ignored": tuple(model.model._keys_to_ignore_on_load_unexpected or ()),
         "transposed": frozenset(
             f"{name}.weight" for name, m in model.modules.items() if isinstance(m, FromConv1D)
         ),
