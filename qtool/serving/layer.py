@@ -138,10 +138,8 @@ class PackedLinear:
                 require_finite(f"{self.name}.{name}", stored[name])
             delattr(layer, name)
         self.pieces = []
-        for number, tensors in enumerate(found := self._split(stored)):
-            self.pieces.append(
-                {name: name if len(found) == 1 else f"{name}_{number}" for name in tensors}
-            )
+        for number, tensors in enumerate(self._split(stored)):
+            self.pieces.append({name: f"{name}_{number}" if number else name for name in tensors})
             for name, tensor in tensors.items():
                 layer.register_parameter(
                     self.pieces[-1][name], nn.Parameter(tensor, requires_grad=False)

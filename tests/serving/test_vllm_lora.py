@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from vllm.lora.model_manager import create_lora_manager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.utils import torch_utils
 
-from tests.serving.conftest import FORMATS, SHAPES, Native
+from qtool.errors import QtoolError
+from tests.serving.conftest import FORMATS, SHAPES, Native, rewritten
 from tests.serving.models import configured, loaded
 from tests.serving.test_vllm_load import packed_layers
 
@@ -61,23 +63,15 @@ def adapter(tmp_path: Path) -> dict[str, Tensor]:
     return added
 
 
-@pytest.mark.parametrize("scheme, layout", FORMATS)
-def test_an_adapter_is_added_to_every_packed_linear(
-    native: Native,
-    scheme: str,
-    layout: str,
-    adapter: dict[str, Tensor],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for module in (
-        lora_model,
-        lora_weights,
-        model_manager,
-        torch_utils,
-    ):  # pinned memory needs a GPU
+@pytest.fixture(autouse=True)
+def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs a GPU."""
+    for module in (lora_model, lora_weights, model_manager, torch_utils):
         monkeypatch.setattr(module, "PIN_MEMORY", False)
-    directory = native(scheme, layout)
+
+
+def require_added(directory: Path, adapter: dict[str, Tensor], at: Path) -> None:
+    """The adapter in ``at`` is added to the output of each packed linear of ``directory``."""
     model, config = loaded(directory), configured(directory)
     layers, random = packed_layers(model), torch.Generator().manual_seed(1)
     inputs = {
@@ -88,10 +82,10 @@ def test_an_adapter_is_added_to_every_packed_linear(
     config.lora_config = CONFIG
     with set_current_vllm_config(config):
         manager = create_lora_manager(model, 4, 64, 320, CONFIG, config, torch.device("cpu"))
-        peft = PEFTHelper.from_local_dir(str(tmp_path), 64)
+        peft = PEFTHelper.from_local_dir(str(at), 64)
         names = {name.rpartition(".")[2] for name in LINEARS}
         how = {"lora_model_id": 1, "device": "cpu", "dtype": torch.bfloat16}
-        manager.add_adapter(LoRAModel.from_local_checkpoint(str(tmp_path), names, peft, **how))
+        manager.add_adapter(LoRAModel.from_local_checkpoint(str(at), names, peft, **how))
         manager.activate_adapter(1)
         every = (1,) * TOKENS
         manager.set_adapter_mapping(LoRAMapping(every, every, is_prefill=True))
@@ -102,6 +96,35 @@ def test_an_adapter_is_added_to_every_packed_linear(
         expected = before[name] + x.float() @ torch.cat(added).T
         error = (adapted[name](x)[0].float() - expected).norm() / expected.norm()
         assert error < 0.01, name
+
+
+@pytest.mark.parametrize("scheme, layout", FORMATS)
+def test_an_adapter_is_added_to_every_packed_linear(
+    native: Native, scheme: str, layout: str, adapter: dict[str, Tensor], tmp_path: Path
+) -> None:
+    require_added(native(scheme, layout), adapter, tmp_path)
+
+
+def test_an_adapter_is_added_to_linears_that_gather_differently(
+    native: Native, adapter: dict[str, Tensor], tmp_path: Path
+) -> None:
+    names = [f"self_attn.{part}" for part in JOINED["qkv_proj"]]
+    orders = {f"model.layers.0.{name}.permutation": torch.randperm(HIDDEN).int() for name in names}
+    directory = native("w4a8-lqq", "dual-mma")
+    made = rewritten(directory, tmp_path / "gathered", orders, permuted=names)
+    require_added(made, adapter, tmp_path)
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "o_proj"]])
+def test_packed_experts_take_no_adapter(native: Native, targets: list[str] | None) -> None:
+    directory = native("w4a8-lqq", "dual-mma", "qwen3_moe")
+    options = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": targets}
+    model, config = loaded(directory, **options), configured(directory, **options)
+    refused = pytest.raises(QtoolError, match="experts: packed experts take no LoRA adapter")
+    with set_current_vllm_config(config), refused if targets is None else nullcontext():
+        how = config.lora_config, config, torch.device("cpu")
+        found = create_lora_manager(model, 4, 64, 320, *how).modules
+        assert sorted(name.rpartition(".")[2] for name in found) == ["o_proj", "qkv_proj"]
 
 
 @pytest.mark.parametrize(("transforms", "said"), [([], False), (["norm-fusion"], True)])

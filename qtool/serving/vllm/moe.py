@@ -62,6 +62,17 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
             )
         self.name, self.formats, self.names = name, formats, names
 
+    def select_gemm_impl(self, *args: Any) -> Any:
+        """Called for experts that get LoRA adapters alone.
+
+        Raises:
+            QtoolError: packed experts take none.
+        """
+        raise QtoolError(
+            f"{self.name}: packed experts take no LoRA adapter; name the linears that do, such as "
+            "--lora-target-modules q_proj k_proj v_proj o_proj"
+        )
+
     def create_weights(  # type: ignore[override]
         self,
         layer: RoutedExperts,
