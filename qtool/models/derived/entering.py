@@ -18,11 +18,14 @@ LINEAR = ("model.multi_modal_projector.linear",)
 CONNECTOR = ("model.connector.modality_projection.proj",)
 MERGER = ("model.visual.merger.mlp.2",)
 MERGER_OF_QWEN3 = ("model.visual.merger.linear_fc2",)
+DEEPSTACK = (*MERGER_OF_QWEN3, "model.visual.deepstack_merger_list.*.linear_fc2")
 #: by ``model_type``: all linears, tables and vectors that enter; a number, as ``*``, may be absent
 ENTERING: dict[str, tuple[str, ...]] = {
     "aya_vision": LINEAR_2,
     "chameleon": (),  # pictures are tokens of the vocabulary
     "cohere2_vision": LINEAR_2,
+    "cohere_compass": DEEPSTACK,
+    "deepseek_vl": ("model.aligner.linear2",),
     "glm4v_moe": ("model.visual.merger.down_proj",),
     "got_ocr2": ("model.multi_modal_projector.multimodal_projector",),
     "idefics3": CONNECTOR,
@@ -37,15 +40,18 @@ ENTERING: dict[str, tuple[str, ...]] = {
     "ovis2": ("model.visual_embeddings_table",),
     "paddleocr_vl": ("model.projector.linear_2",),
     "paligemma": LINEAR,
+    "qianfan_ocr": LINEAR_2,
     "qwen2_5_vl": MERGER,
     "qwen2_audio": LINEAR,
     "qwen2_vl": MERGER,
     "qwen3_5": MERGER_OF_QWEN3,
     "qwen3_5_moe": MERGER_OF_QWEN3,
-    "qwen3_vl": (*MERGER_OF_QWEN3, "model.visual.deepstack_merger_list.*.linear_fc2"),
-    "qwen3_vl_moe": (*MERGER_OF_QWEN3, "model.visual.deepstack_merger_list.*.linear_fc2"),
+    "qwen3_vl": DEEPSTACK,
+    "qwen3_vl_moe": DEEPSTACK,
     "smolvlm": CONNECTOR,
+    "step3p7": ("model.multi_modal_projector",),
     "video_llama_3": ("model.projector.readout.2",),
+    "video_llava": LINEAR_2,
     "vipllava": LINEAR_2,
     "voxtral": LINEAR_2,
 }
