@@ -14,10 +14,7 @@ GRID = 4, 4
 #: models that take a picture's patches in one dimension, as ``[patches, channels, size, size]`` or
 #: flat
 PATCHES = ("kimi_k25", "paddleocr_vl")
-FLAT = (
-    *("cohere_compass", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5"),
-    *("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
-)
+FLAT = ("glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 #: models that cut a picture into parts
 PARTS = ("llava_next", "llava_next_video", "llava_onevision")
 #: models that take several pictures for each text

@@ -24,7 +24,6 @@ ENTERING: dict[str, tuple[str, ...]] = {
     "aya_vision": LINEAR_2,
     "chameleon": (),  # pictures are tokens of the vocabulary
     "cohere2_vision": LINEAR_2,
-    "cohere_compass": DEEPSTACK,
     "deepseek_vl": ("model.aligner.linear2",),
     "glm4v_moe": ("model.visual.merger.down_proj",),
     "got_ocr2": ("model.multi_modal_projector.multimodal_projector",),
@@ -51,7 +50,6 @@ ENTERING: dict[str, tuple[str, ...]] = {
     "smolvlm": CONNECTOR,
     "step3p7": ("model.multi_modal_projector",),
     "video_llama_3": ("model.projector.readout.2",),
-    "video_llava": LINEAR_2,
     "vipllava": LINEAR_2,
     "voxtral": LINEAR_2,
 }
