@@ -35,7 +35,7 @@ from qtool.exchange.import_format import (
 )
 from qtool.exchange.import_formats import import_format_of
 from qtool.format import CheckpointFormat, LinearFormat, Rule
-from qtool.io.check_source import check_source, require_tied
+from qtool.io.check_source import check_source, is_left_out, require_tied
 from qtool.io.integrity import recorded_hashes
 from qtool.io.source import Checkpoint
 from qtool.io.source_names import adopt
@@ -251,7 +251,8 @@ def _plain(
 ) -> set[str]:
     """The names of all tensors outside quantized linears, after a check that none is lost.
 
-    GPTQ's tools wrote biases of zeros for linears that have none; such biases are left out.
+    GPTQ's tools wrote biases of zeros for linears that have none; such biases are left out. What
+    transformers' class leaves out is among the names.
 
     Raises:
         QtoolError: names a tensor that is missing, unknown, or of another shape or dtype.
@@ -265,7 +266,7 @@ def _plain(
         strange = linear in linears and part not in foreign.parts and name not in shapes
         if strange and (part != "bias" or source.read(name).any()):
             raise QtoolError(f"{name}: not a tensor of {model.family.name} models; {instead}")
-    return set(shapes)
+    return shapes.keys() | {name for name in source.entries if is_left_out(name, model)}
 
 
 def _permuted(source: Checkpoint, grids: Mapping[str, Grid]) -> tuple[str, ...]:

@@ -57,8 +57,10 @@ def check_source(
                 "expected"
             )
     for name in source.entries:
-        known = name in expected or is_second_head(name, model) or _is_ignored(name, model)
-        if not known and not keep_unknown and name.rpartition(".")[0] not in packed:
+        known = name in expected or is_second_head(name, model) or is_left_out(name, model)
+        if known or keep_unknown or _is_computed(name, model):
+            continue
+        if name.rpartition(".")[0] not in packed:
             what = f"{model.family.name} models of {model.blocks} blocks"  # by config.json
             raise QtoolError(f"{name}: not a tensor of {what}; {instead}")
     return expected
@@ -69,13 +71,23 @@ def is_second_head(name: str, model: Architecture) -> bool:
     return model.tied and name == f"{model.family.head}.weight"
 
 
-def _is_ignored(name: str, model: Architecture) -> bool:
-    """Whether loaders leave tensor ``name`` out.
+def is_left_out(name: str, model: Architecture) -> bool:
+    """Whether tensor ``name`` belongs to a module that transformers' class does not have.
 
-    It is a buffer that old checkpoints hold, or belongs to a module that transformers' class does
-    not have (for multi-token prediction).
+    It names such modules: those for multi-token prediction.
     """
-    return any(re.search(pattern, name) for pattern in (f"{ROTARY}$", *model.family.ignored))
+    return not _is_in_block(name, model) and any(re.search(p, name) for p in model.family.ignored)
+
+
+def _is_computed(name: str, model: Architecture) -> bool:
+    """Whether tensor ``name`` is a buffer that old checkpoints hold and loaders compute."""
+    patterns = model.family.ignored if _is_in_block(name, model) else ()
+    return any(re.search(pattern, name) for pattern in (f"{ROTARY}$", *patterns))
+
+
+def _is_in_block(name: str, model: Architecture) -> bool:
+    block, _ = model.family.place(name)
+    return block is not None and block < model.blocks
 
 
 def require_tied(source: Checkpoint, model: Architecture) -> None:

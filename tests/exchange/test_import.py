@@ -98,6 +98,18 @@ def test_there_and_back_under_other_names(kind: str, tmp_path: Path) -> None:
     assert torch.equal(load(back)(input_ids=IDS).logits, load(ours)(input_ids=IDS).logits)
 
 
+def test_what_transformers_leaves_out_goes_there_and_back(tmp_path: Path) -> None:
+    ours, foreign, back = (tmp_path / name for name in ("ours", "foreign", "back"))
+    source = save_tiny("glm4_moe", tmp_path / "source")
+    held = load_file(source / "model.safetensors")
+    extra = {"model.layers.46.eh_proj.weight": torch.randn(128, 256)}
+    save_file(held | extra, source / "model.safetensors", {"format": "pt"})
+    qtool.quantize(source, "w4a16", recipe="fast", dtype="float16", out=ours)
+    qtool.export(ours, "gptq", foreign)
+    found = tensors(imported(foreign, back, "row-major"))
+    assert all(torch.equal(found[name], tensor) for name, tensor in extra.items())
+
+
 @pytest.mark.parametrize("module", ["mlp", "block_sparse_moe"])
 def test_experts_of_mixtral_under_the_names_of_transformers_5(module: str, tmp_path: Path) -> None:
     """As GPTQModel writes them, and AutoRound and llm-compressor."""
