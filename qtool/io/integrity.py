@@ -67,6 +67,9 @@ def _is_record(found: Any) -> bool:
     blocks = found.get("blocks", [])
     objects = [found[key] for key in OBJECTS if key in found]
     objects += blocks if isinstance(blocks, list) else [blocks]
+    recipe = found.get("recipe")
+    methods = recipe.get("methods", []) if isinstance(recipe, dict) else []
+    objects += methods if isinstance(methods, list) else [methods]
     return all(isinstance(value, dict) for value in objects)
 
 

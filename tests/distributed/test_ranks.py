@@ -236,7 +236,9 @@ def test_alone_there_is_one_rank_and_nothing_to_wait_for() -> None:
 
 
 @pytest.mark.parametrize("environment", [{"WORLD_SIZE": "x"}, {"WORLD_SIZE": "2", "RANK": "a"}])
-def test_refuses_an_environment_that_no_launcher_makes(environment, monkeypatch):
+def test_refuses_an_environment_that_no_launcher_makes(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

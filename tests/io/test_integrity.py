@@ -44,7 +44,10 @@ def test_a_damaged_record_is_a_failed_check(checkpoint: Path) -> None:
     record = json.loads((checkpoint / "qtool.json").read_text())
     wrong = {"source": "x", "blocks": 5, "recipe": [], "calibration": 5, "job": None, "shards": 3}
     of_fields = [json.dumps(record | {key: value}) for key, value in wrong.items()]
-    for content in ("{", "[]", "{}", *of_fields, json.dumps(record | {"blocks": [5]})):
+    of_items = [
+        json.dumps(record | more) for more in ({"blocks": [5]}, {"recipe": {"methods": [5]}})
+    ]
+    for content in ("{", "[]", "{}", *of_fields, *of_items):
         (checkpoint / "qtool.json").write_text(content)
         with pytest.raises(CheckFailed, match=r"qtool.json: missing or damaged"):
             require_intact(checkpoint)

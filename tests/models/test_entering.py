@@ -1,5 +1,7 @@
 """What enters the residual stream beside text is rotated with it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from tests.models.tiny import save_tiny
 
 
 @pytest.mark.parametrize("kind", [kind for kind, names in ENTERING.items() if names])
-def test_logits_of_pictures_stay(kind, tmp_path):
+def test_logits_of_pictures_stay(kind: str, tmp_path: Path) -> None:
     source = save_tiny(kind, tmp_path / "source")
     family = family_of(Checkpoint(source).config)
     assert not family.why_fixed
@@ -25,12 +27,14 @@ def test_logits_of_pictures_stay(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["phi4_multimodal", "janus"])
-def test_the_stream_of_an_unlisted_model_stays(kind, tmp_path):
+def test_the_stream_of_an_unlisted_model_stays(kind: str, tmp_path: Path) -> None:
     """Of Phi-4, whose config.json has no part of its own for text, too."""
     source = save_tiny(kind, tmp_path / "source")
     assert family_of(Checkpoint(source).config).why_fixed == "what is no text enters it too"
 
 
 @pytest.mark.parametrize("shapes", [{}, {"model.multi_modal_projector.linear_2.weight": (32, 64)}])
-def test_a_projector_that_is_absent_or_narrow_is_not_known(shapes):
+def test_a_projector_that_is_absent_or_narrow_is_not_known(
+    shapes: dict[str, tuple[int, ...]],
+) -> None:
     assert entering("llava", {}, shapes, 64) is None

@@ -63,10 +63,10 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         self.name, self.formats, self.names = name, formats, names
 
     def select_gemm_impl(self, *args: Any) -> Any:
-        """Called for experts that get LoRA adapters alone.
+        """Refuse: vLLM asks for another kernel only where experts get LoRA adapters.
 
         Raises:
-            QtoolError: packed experts take none.
+            QtoolError: always; packed experts take none.
         """
         raise QtoolError(
             f"{self.name}: packed experts take no LoRA adapter; name the linears that do, such as "
