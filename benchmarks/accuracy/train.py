@@ -1,9 +1,12 @@
-"""Train the models of some 100 M parameters that docs/results/peers.md quantizes, in a given time.
+"""Train the models that docs/results quantizes, in a given time.
 
     python benchmarks/demo/tokenize_corpus.py --train TRAIN.txt --valid VALID.txt --out TOKENS
         --vocabulary 16384
     python benchmarks/accuracy/train.py dense OUT --tokens TOKENS --minutes 3
     python benchmarks/accuracy/train.py mixture OUT --tokens TOKENS --minutes 3
+
+``dense`` and ``mixture`` have some 100 M parameters. :data:`FAMILIES` are small models of many
+architectures, which benchmarks/accuracy/trained_families.py trains and quantizes.
 
 It writes a Hugging Face model in bf16 with its tokenizer and ``training.json``. The model computes
 in bf16 and AdamW keeps float32 weights. The cosine of the learning rate follows the clock, so that
@@ -84,6 +87,108 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+
+#: six blocks of width 256 of each architecture, with what it needs beside that
+FAMILIES: dict[str, dict[str, Any]] = {
+    name: COMMON
+    | {
+        "model_type": name,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    | own
+    for name, own in {
+        "bloom": {
+            "num_key_value_heads": 4,
+            "intermediate_size": 1024,
+            "tie_word_embeddings": True,
+        },
+        "cohere2": {"sliding_window": 128, "tie_word_embeddings": True},
+        "deepseek_v3": {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 256,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 64,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 64,
+        },
+        "falcon": {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "ffn_hidden_size": 1024,
+            "intermediate_size": 1024,
+        },
+        "falcon_h1": {
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 32,
+            "mamba_chunk_size": 64,
+        },
+        "gemma2": {
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 128,
+        },
+        "gemma3_text": {
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 128,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+        },
+        "glm4": {},
+        "gpt_neox": {"num_key_value_heads": 4, "intermediate_size": 1024},
+        "gpt_oss": {
+            "intermediate_size": 384,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 128,
+        },
+        "granite": {
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.015625,
+            "logits_scaling": 4.0,
+        },
+        "lfm2": {
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": [*["conv"] * 2, "full_attention"] * 2,
+        },
+        "llama": {},
+        "nemotron": {"intermediate_size": 1024},
+        "olmo2": {},
+        "opt": {
+            "num_key_value_heads": 4,
+            "intermediate_size": 1024,
+            "ffn_dim": 1024,
+            "word_embed_proj_dim": 256,
+            "tie_word_embeddings": True,
+        },
+        "phi3": {},
+        "qwen3": {"tie_word_embeddings": True},
+        "qwen3_5_text": {
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "layer_types": [*["linear_attention"] * 2, "full_attention"] * 2,
+        },
+        "starcoder2": {"intermediate_size": 1024},
+    }.items()
+}
+del FAMILIES["falcon"]["head_dim"]  # its config computes it
+SHAPES |= FAMILIES
 
 
 def build(shape: str, vocabulary: int) -> PreTrainedModel:

@@ -163,6 +163,12 @@ SCRIPTS: dict[str, Case] = {
         before=random_tokens,
         check=loads("out"),
     ),
+    "accuracy/trained_families.py": Case(
+        "--tokens {tmp} --work {tmp}/work --families qwen3 --schemes w8a8 --minutes 0 --windows 2 "
+        "--samples 1 --seqlen 16 --limit 1 --device cpu",
+        r"^\| `qwen3` \| 5\.\d \| ",
+        before=random_tokens,
+    ),
     "accuracy/windows.py": Case(
         "{model} --calib demo --schemes w4a16 --recipe fast --samples 1 --windows given "
         "--length 16 --limit 1",
