@@ -51,8 +51,11 @@ def _rendered(chat: Chat, tokenizer: "PreTrainedTokenizerBase", name: str) -> st
 
 
 def _turn(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """``message`` as servers give it to a template."""
-    message = dict(message)
+    """``message`` as servers give it to a template, which may ask whether a key is there.
+
+    A table gives each message the keys of all; not every release of transformers drops empty ones.
+    """
+    message = {key: value for key, value in message.items() if value is not None}
     if isinstance(message.get("content"), list):
         message["content"] = _joined(message["content"], name)
     if isinstance(message.get("tool_calls"), list):

@@ -137,6 +137,26 @@ def test_tools_and_calls_are_rendered_as_servers_do(
         assert documents(given, tokenizer) == expected
 
 
+def test_a_message_has_only_the_keys_that_it_has_itself(tmp_path: Path) -> None:
+    """A table gives each message the keys of all; Llama 3.1's template asks which are there."""
+
+    class Tokenizer:
+        chat_template = "here"
+
+        def apply_chat_template(self, turns: Any, **_: Any) -> str:
+            return ",".join(key for turn in turns for key in sorted(turn))
+
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    rows = [
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]},
+        {"messages": [{"role": "user", "content": "who?"}]},
+    ]
+    table = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    for given in (table, datasets.Dataset.from_list(rows)):
+        assert documents(given, Tokenizer()) == ["role,tool_calls", "content,role"]
+
+
 def test_chats_are_no_text_to_evaluate(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"messages": CHATS[0]}))
