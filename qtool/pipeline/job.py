@@ -326,8 +326,9 @@ def _require_all_fit(job: Job) -> None:
     """Refuse an unknown KV quantizer, and a linear that scheme, layout or rounding cannot take."""
     kv_tensors(job.recipe.kv, job.family, Heads.of(job.namespace))
     packed = [
-        (job.full(block, name), job.linears(block)[name], linear_format)
+        (job.full(block, name), shapes[name], linear_format)
         for block in job.distinct_blocks
+        for shapes in [job.linears(block)]
         for name, linear_format in job.formats(block).items()
     ]
     common: dict[LinearFormat, int] = {}
