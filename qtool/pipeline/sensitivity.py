@@ -146,9 +146,13 @@ class Candidates:
             for choice, recipe in choices.items()
             if recipe
         }
-        self.weights = sum(
-            prod(job.linears(block)[name]) for block, names in groups for name in names
-        )
+        self.weights = sum(sum(map(prod, self._shapes(group))) for group in groups)
+
+    def _shapes(self, group: Group) -> list[tuple[int, int]]:
+        """``(N, K)`` of the linears of ``group``."""
+        block, linears = group
+        shapes = self.job.linears(block)
+        return [shapes[linear] for linear in linears]
 
     def formats(self, chosen: Mapping[Group, str]) -> dict[str, LinearFormat | None]:
         """The formats of all linears of the groups in ``chosen``, by full name."""
@@ -160,13 +164,12 @@ class Candidates:
 
     def bits(self, group: Group, choice: str) -> int:
         """Stored bits of all weights of ``group``."""
-        shapes = [self.job.linears(group[0])[linear] for linear in group[1]]
         return 8 * sum(
             self.jobs[choice].packed_bytes(name, n, k)
             if linear_format
             else self.job.stored_dtype(f"{name}.weight").itemsize * n * k
             for (name, linear_format), (n, k) in zip(
-                self.formats({group: choice}).items(), shapes, strict=True
+                self.formats({group: choice}).items(), self._shapes(group), strict=True
             )
         )
 
@@ -200,8 +203,10 @@ class Candidates:
         """The point of the options ``chosen`` for the groups; ``probe`` measures its divergence."""
         bits = sum(option.bits for option in chosen.values()) / self.weights
         predicted = sum(option.kl for option in chosen.values())
+        if probe is None:
+            return Point(bits, predicted, None)
         formats = self.formats({group: option.choice for group, option in chosen.items()})
-        return Point(bits, predicted, probe.divergence(formats) if probe else None)
+        return Point(bits, predicted, probe.divergence(formats))
 
 
 def sensitivity(
