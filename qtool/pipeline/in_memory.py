@@ -7,10 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qtool.distributed import ranks
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, in_one_line
 from qtool.io import hub
 from qtool.pipeline.given_model import require_model, require_tokenizer
 from qtool.pipeline.options import QuantizeOptions
@@ -65,8 +66,8 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
             loaded, if it is on this machine.
 
     Raises:
-        QtoolError: ``model`` is not a model of transformers, is quantized or has no weights, or
-            ``tokenizer`` is not a tokenizer.
+        QtoolError: ``model`` is not a model of transformers, is quantized or has no weights,
+            ``tokenizer`` is not a tokenizer, or the directory has no room for the model.
     """
     require_model(model)
     if tokenizer is not None:
@@ -77,7 +78,13 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
         raise QtoolError("the model in memory has no weights: it is on the device meta")
     with TemporaryDirectory(prefix="qtool-") as directory:
         source = Path(directory) / "source"
-        model.save_pretrained(source)
+        try:
+            model.save_pretrained(source)
+        except SafetensorError as error:  # of the system too
+            raise QtoolError(
+                f"the model in memory cannot be saved in {directory} ({in_one_line(error)}); the "
+                "variable TMPDIR names another place for it"
+            ) from error
         tokenizer = tokenizer or _own_tokenizer(model)
         if tokenizer is not None:
             tokenizer.save_pretrained(source)
