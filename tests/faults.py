@@ -516,6 +516,12 @@ FAULTS = [
         ),
         (
             "qtool/pipeline/streaming/built_blocks.py",
+            "if t.needs_data), len(transforms))",
+            "if t), len(transforms))",
+            "tests/pipeline/test_quantize.py -k unrotated_router",
+        ),
+        (
+            "qtool/pipeline/streaming/built_blocks.py",
             "transform.announce(block)",
             "pass",
             "tests/pipeline/test_quantize.py",

@@ -33,7 +33,7 @@ def add_tokens(
     scaled by it.
 
     Args:
-        block: the block in full precision.
+        block: the block in full precision, and in the channels of the batches.
         float_batches: the block's inputs in the float model, for the tokens of ``batches``.
     """
     for batch in batches:

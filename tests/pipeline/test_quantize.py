@@ -26,6 +26,7 @@ from qtool.calibration.transforms.online_hadamard import OnlineHadamard
 from qtool.calibration.transforms.rotate import Rotate
 from qtool.errors import QtoolError
 from qtool.io import output
+from qtool.io.integrity import read_record
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.pipeline.job import Job
@@ -264,6 +265,23 @@ def test_a_resumed_mixture_equals_an_uninterrupted_one(
     with pytest.raises(Killed):
         _calibrated(source, tmp_path / "cut", progress=kill_at(2))
     assert files(_calibrated(source, tmp_path / "cut", resume=True)) == whole
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3_moe"])
+def test_experts_get_the_tokens_of_the_unrotated_router(
+    variant: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """The batches are rotated from the start, and a router that is not would send them anywhere."""
+    tokens = torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(1))
+    source, calibration = Checkpoint(make_model(variant)), Calibration([tokens])
+    found = []
+    for number, transforms in enumerate(([], ["norm-fusion", "rotate"])):
+        steps = {"transforms": transforms, "rounding": "gptq", "min_expert_tokens": 60}
+        recipe = recipes.parse({"layers": [{"match": ".*", "scheme": "w4a16"}], **steps}, "own")
+        out = quantize(source, recipe, tmp_path / str(number), calibration=calibration)
+        found.append([block["expert tokens"] for block in read_record(out)["blocks"]])
+    assert found[0] == found[1]
+    assert any(of["added"] for block in found[0] for of in block.values())
 
 
 def test_a_resumed_run_has_the_rotation_that_was_learned(

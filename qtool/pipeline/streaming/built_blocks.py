@@ -223,13 +223,15 @@ class BuiltBlocks:
         """
         job = self.job
         block, formats = self._built(index, following, notes)
+        # the batches are in the channels that the transforms before these rewrite the block to
+        transforms = job.transforms
+        looks = next((i for i, t in enumerate(transforms) if t.needs_data), len(transforms))
+        self._apply(transforms[:looks], block)
         if job.needs_data and job.balances_experts:
             with phase("search"):
                 inputs = self.references if self.compares else self.batches
                 add_tokens(block, self.batches, inputs, job.recipe.min_expert_tokens)
-        for transform in job.transforms:
-            with phase("search"), naming_too_large(block, job):
-                apply(transform, block, self.batches, job)
+        self._apply(transforms[looks:], block)
         require_stored(block, job)
         if self.compares:
             pairs = zip(self.batches, self.references, strict=True)
@@ -239,6 +241,12 @@ class BuiltBlocks:
                 self._before_inputs_change if self._leads_on(block) else None,
             )
         return block, formats
+
+    def _apply(self, transforms: Iterable[Transform], block: Block) -> None:
+        """Let ``transforms`` rewrite ``block`` in turn."""
+        for transform in transforms:
+            with phase("search"), naming_too_large(block, self.job):
+                apply(transform, block, self.batches, self.job)
 
     def blocks(self, *, backwards: bool = False) -> Iterator[Block]:
         """Each block after the job's transforms, from the first or from the last."""
