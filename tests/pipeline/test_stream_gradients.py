@@ -109,6 +109,18 @@ def test_a_direction_along_the_token_does_not_reach_it(make_model: MakeModel) ->
         assert not layer_norm or found.mean(-1).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 512])
+def test_one_direction_alone_has_a_factor(tokens: int) -> None:
+    """Of float32 sums that are its second moments, rounding leaves eigenvalues below zero."""
+    random = torch.Generator().manual_seed(1)
+    direction, sizes = (torch.randn(n, generator=random) for n in (2048, tokens))
+    gradients = [torch.outer(sizes, direction)[None]]
+    factor = stream_gradients._factor(stream_gradients._unit_moments(gradients))
+    unit = direction / direction.norm()
+    assert float((factor @ unit).square().sum()) == pytest.approx(2048, rel=0.02)
+    assert float(factor.square().sum()) == pytest.approx(2048, rel=0.02)
+
+
 def test_a_linear_that_no_gradient_reaches_is_rounded_by_itself(tmp_path: Path) -> None:
     """GLM's indexer runs without gradients: it only chooses tokens."""
     source = save_tiny("glm_moe_dsa", tmp_path / "source")

@@ -27,7 +27,8 @@ from qtool.pipeline.streaming.activations import Activations
 from qtool.pipeline.streaming.built_blocks import BuiltBlocks
 from qtool.pipeline.streaming.embedding_and_head import final_head
 
-#: share of the mean of ``diag S`` added to it, so that it has a Cholesky factor
+#: share of the mean of ``diag S`` added to it, so that it has a Cholesky factor; if that is not
+#: enough, a hundred times as much
 DAMPING = 1e-4
 #: a token that is smaller in the stream than this share of the median's size counts as of that size
 SMALLEST = 1e-3
@@ -144,4 +145,8 @@ def _factor(moments: Tensor) -> Tensor:
     """F, upper triangular: ``F^T F`` is ``moments [H, H]`` damped, with a mean diagonal of 1."""
     scaled = moments / moments.diagonal().mean().clamp_min(1e-30)
     scaled.diagonal().add_(DAMPING)
-    return torch.linalg.cholesky(scaled).T
+    lower, failed = torch.linalg.cholesky_ex(scaled)
+    if int(failed):  # one direction or two have nearly all, and float32 sums are off by more
+        scaled.diagonal().add_(100 * DAMPING)
+        lower = torch.linalg.cholesky(scaled)
+    return lower.T
