@@ -5,7 +5,7 @@ what an MLP or an expert made, ``v_proj`` for the ones that make the values.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from qtool.models import Family
@@ -14,7 +14,7 @@ from qtool.pipeline.recipe_fit.tile_fit import role_pattern, roles_match
 from qtool.recipes import LayerRule, Recipe
 
 
-def for_names(recipe: Recipe, kinds: Iterable[Family]) -> Recipe:
+def for_names(recipe: Recipe, kinds: Collection[Family]) -> Recipe:
     """``recipe`` with rules that also match what the families ``kinds`` of blocks call a part."""
     if not recipe.built_in:
         return recipe

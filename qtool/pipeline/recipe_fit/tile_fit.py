@@ -24,7 +24,7 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     ``Recipe.adaptations`` gets a sentence for each such rule.
 
     Args:
-        shapes: ``(N, K)`` of the linears of a model, by full name.
+        shapes: ``(N, K)`` of the linears of one block of each kind, by full name.
     """
     if not recipe.built_in or not any(rule.layout for rule in recipe.layers):
         return recipe
