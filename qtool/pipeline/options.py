@@ -73,7 +73,7 @@ class RecipeOverrides:
         reason = ""
         if self.target is not None:
             scheme, reason = granularity(scheme, self.target)
-        elif scheme == "w4a4":
+        elif scheme == "w4a4" and recipe in (None, *recipes.VARIANTS):
             raise QtoolError(
                 "w4a4 comes in two granularities: write w4a4-g128 or w4a4-mix, or name the GPU"
                 " with --target (a100, l40s, h200, ...), which chooses one"

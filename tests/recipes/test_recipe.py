@@ -248,6 +248,16 @@ def test_a_gpu_chooses_the_granularity() -> None:
         RecipeOverrides(target="l4os").recipe("w4a4")
 
 
+def test_w4a4_without_a_granularity_is_a_scheme_of_own_recipes_alone(tmp_path: Path) -> None:
+    own = {"layers": [{"match": ".*", "scheme": "w4a4", "group_size": 64}]}
+    (file := tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    for recipe in (own, str(file)):
+        assert RecipeOverrides().recipe("w4a4", recipe).layers[0].group_size == 64
+    for variant in (None, "fast"):
+        with pytest.raises(QtoolError, match="w4a4 comes in two granularities"):
+            RecipeOverrides().recipe("w4a4", variant)
+
+
 def test_the_cap_on_8_bit_blocks_reaches_the_method() -> None:
     (step,) = RecipeOverrides(max_8bit_blocks=1).recipe("w4ax-fmpq").transforms
     assert step.name == "gather-outliers" and step.options["max_8bit_blocks"] == 1
