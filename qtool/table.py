@@ -13,6 +13,7 @@ def render(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     a file every line is as long as its content, so that nothing is cut.
     """
     from rich import box
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -38,7 +39,7 @@ def render(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
             console.print(table)
         return captured.get().rstrip("\n")
     plain = io.StringIO()
-    width = sum(max(map(len, column)) + 3 for column in zip(header, *cells, strict=True))
+    width = sum(max(map(cell_len, column)) + 3 for column in zip(header, *cells, strict=True))
     Console(file=plain, width=width, color_system=None, force_terminal=False).print(table)
     return "\n".join(line.rstrip() for line in plain.getvalue().splitlines())
 

@@ -444,6 +444,11 @@ def test_a_table_in_a_pipe_is_plain_and_whole(monkeypatch: pytest.MonkeyPatch) -
     assert lines[2].endswith("  1.5") and lines[3].endswith(" 12.25")  # numbers to the right
 
 
+def test_a_name_of_wide_characters_is_not_cut() -> None:
+    lines = render(("task", "value"), [("困惑度" * 9 + ".txt", "6.25")]).splitlines()
+    assert len(lines) == 3 and lines[2].split() == ["困惑度" * 9 + ".txt", "6.25"]
+
+
 def test_a_table_on_a_terminal_has_its_width_and_colour_unless_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
