@@ -29,6 +29,7 @@ from qtool.exchange.gguf.write import FILE, write_gguf
 from qtool.format import LinearFormat, native_format
 from qtool.io.integrity import read_record, recorded_hashes
 from qtool.io.model_card import ERRORS, exactness, results_in, weight_errors
+from qtool.io.model_directory import provenance
 from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
 from qtool.models.architecture import dtype_name
@@ -251,10 +252,11 @@ class _Export(Conversion):
 
     def facts(self) -> Json:
         """The provenance of the export."""
+        native = provenance(self.source.directory)
         return {
             "source": read_record(self.source.directory).get("source", {}),
             "results": _results(self.source.directory),
-            "exported from": self.source.directory.name,
+            "exported from": native.get("hub id", native["directory"]),
             "loaders": self.target.about,
             "next step": self.target.next_step,
             "format": self.target.name,

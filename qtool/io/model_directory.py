@@ -1,6 +1,7 @@
 """The directory of MODEL, and advice for one that holds nothing that qtool reads."""
 
 from os import PathLike
+from os.path import abspath
 from pathlib import Path
 
 from qtool.errors import QtoolError, in_one_line, require_path
@@ -94,7 +95,8 @@ def _download(model: str, patterns: list[str]) -> Path:
 
 
 def provenance(directory: Path) -> dict[str, str]:
-    """The name of a model's directory, and its hub id if it has one."""
+    """The name of a model's directory, ``.`` too, and its hub id if it has one."""
+    directory = Path(abspath(directory))  # a link is named, not what it leads to
     name = directory.parent.parent.name  # models--owner--name/snapshots/<commit>, the hub's cache
     if directory.parent.name != "snapshots" or not name.startswith("models--"):
         return {"directory": directory.name}

@@ -166,7 +166,8 @@ class Checkpoint:
         """A sentence for each way in which the weights differ from those in the files."""
         notes = [dequantized_note(self.published)] if self.published else []
         if self.adapter:
-            notes.append(f"the adapter {self.adapter.directory.name} is merged into the weights")
+            name = provenance(self.adapter.directory)["directory"]
+            notes.append(f"the adapter {name} is merged into the weights")
         return notes
 
     def side_files(self) -> dict[str, Path]:

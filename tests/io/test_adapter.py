@@ -68,6 +68,15 @@ def read(model: Path, adapter: Path | None = None) -> dict[str, Tensor]:
     return {name: source.read(name) for name in source.entries}
 
 
+def test_a_note_calls_an_adapter_of_the_hub_by_its_name(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "model")
+    (snapshots := tmp_path / "models--owner--tuned" / "snapshots").mkdir(parents=True)
+    q = load_file(model / "model.safetensors")[f"{Q}.weight"]
+    adapter = save_adapter(snapshots / "0123456789", factors(Q, *q.shape))
+    notes = Checkpoint(model, Adapter(str(adapter))).notes
+    assert notes == ["the adapter tuned is merged into the weights"]
+
+
 def test_a_tower_that_is_published_under_another_name(tmp_path: Path) -> None:
     """transformers loads SigLIP's old names and gives the module today's, which PEFT takes."""
     model = save_tiny("gemma3", tmp_path / "model", dtype="bfloat16")

@@ -108,6 +108,29 @@ def test_the_cards_commands_quote_the_name(make_model: MakeModel, tmp_path: Path
     assert "`vllm serve 'a model-compressed-tensors'`, by this directory's path" in foreign
 
 
+def test_a_model_that_is_named_by_a_dot_has_its_own_name(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(make_model())
+    native = made(Path("."), tmp_path / "native")
+    assert "`llama` in w4a16, quantized by qtool." in (native / "README.md").read_text()
+    monkeypatch.chdir(native)
+    exported = export(Path("."), "awq", tmp_path / "exported").directory
+    assert (
+        "`native`, quantized by qtool, in the format `awq`." in (exported / "README.md").read_text()
+    )
+
+
+def test_an_export_of_a_hub_model_names_the_hub_model(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--owner--llama-w4a16" / "snapshots" / "0123456789"
+    snapshot.parent.mkdir(parents=True)
+    made(make_model(), tmp_path / "native").rename(snapshot)
+    exported = export(snapshot, "awq", tmp_path / "exported").directory
+    assert "`owner/llama-w4a16`, quantized by qtool" in (exported / "README.md").read_text()
+
+
 def test_an_exports_card_says_how_many_weights_are_exact(
     make_model: MakeModel, tmp_path: Path
 ) -> None:
