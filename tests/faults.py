@@ -1607,8 +1607,8 @@ FAULTS = [
         ),
         (
             "qtool/eval/kv_error.py",
-            "float((k / kk).sqrt())",
-            "float(k / kk)",
+            "(error / square).sqrt()",
+            "(error / square)",
             "tests/eval/test_measured.py",
         ),
         (

@@ -18,7 +18,8 @@ from qtool.runtime.kv_cache import QuantCache
 class KVError:
     """``||X' - X|| / ||X||`` over all tokens of a block's keys (after RoPE) and values.
 
-    X is the exact tensor, and X' the one that attention reads.
+    X is the exact tensor, and X' the one that attention reads; the error of zeros that are read as
+    zeros is 0.
     """
 
     keys: float
@@ -40,7 +41,12 @@ def kv_errors(model: PreTrainedModel, windows: Tensor) -> list[KVError]:
         for layer, total in zip(cache.layers, sums, strict=True):
             layer.update = partial(_measure, layer.update, total)  # type: ignore[method-assign]
         text(input_ids=window[None].to(model.device), use_cache=True, **{CACHE: cache})
-    return [KVError(float((k / kk).sqrt()), float((v / vv).sqrt())) for k, kk, v, vv in sums]
+    return [KVError(_relative(k, kk), _relative(v, vv)) for k, kk, v, vv in sums]
+
+
+def _relative(error: Tensor, square: Tensor) -> float:
+    """The root of a ratio of sums of squares; 0 if there is no ``error``."""
+    return float((error / square).sqrt()) if error else 0.0
 
 
 def _measure(

@@ -11,6 +11,7 @@ from math import isfinite
 from statistics import fmean, median
 from typing import Any
 
+import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -186,7 +187,7 @@ def _by_block(
 def ranges(one: ChannelRange) -> dict[str, Any]:
     """The input ranges of a linear before and after, on one scale."""
     relative = [amax / amax.median().clamp_min(1e-30) for amax in (one.before, one.after)]
-    top = max(float(amax.max()) for amax in relative)
+    _, top = plots.limits(torch.cat(relative).tolist())
     sides = []
     for name, amax, scaled in zip(
         ("baseline", "quantized"), (one.before, one.after), relative, strict=True

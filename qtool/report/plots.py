@@ -7,6 +7,7 @@ the page decides between light and dark. Text stays text.
 import io
 import re
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,7 @@ def channels(title: str, amax: torch.Tensor, top: float, *, before: bool) -> str
         axes = _axes(f"input channel (of {len(amax):,})", "× median channel")
         edges = np.linspace(0, len(amax), len(values) + 1)
         axes.stairs(values, edges, fill=True, color=BEFORE if before else AFTER)
-        axes.set_ylim(0, top * 1.05)
+        axes.set_ylim(0, top)
         return _svg(axes, title)
 
 
@@ -83,8 +84,9 @@ def pooled(values: np.ndarray) -> np.ndarray:
 
 
 def limits(values: Sequence[float]) -> tuple[float, float]:
-    """A range of an axis that holds ``values`` and 0."""
-    return min(0.0, min(values) * 1.08), max(max(values) * 1.08, 0.0) or 1.0
+    """A range of an axis that holds 0 and the finite ones of ``values``."""
+    finite = [value for value in values if isfinite(value)] or [0.0]
+    return min(0.0, min(finite) * 1.08), max(max(finite) * 1.08, 0.0) or 1.0
 
 
 def _axes(x_label: str, y_label: str) -> Axes:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from qtool import recipes
@@ -84,3 +85,12 @@ def test_kv_errors_are_relative(quantized):
     for found, x, quantizer in zip((first.keys, first.values), exact, quantizers, strict=True):
         read = quantizer.dequantize(quantizer.quantize(x))
         assert found == pytest.approx(float((read - x).norm() / x.norm()), rel=1e-3)
+
+
+def test_values_that_are_zeros_have_no_error(make_model, tmp_path):
+    source = make_model()
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.v_proj.weight"].zero_()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    first, second = kv_errors(load(source, kv="kv4"), torch.arange(16)[None])
+    assert first.values == 0 < min(first.keys, second.values)

@@ -16,6 +16,11 @@ def test_many_channels_are_drawn_by_their_largest():
     assert np.array_equal(plots.pooled(np.arange(7.0)), np.arange(7.0))
 
 
+def test_values_without_a_place_leave_an_axis_as_it_is():
+    assert plots.limits([1.0, np.inf, np.nan]) == plots.limits([1.0])
+    assert plots.limits([np.nan]) == plots.limits([0.0])
+
+
 @pytest.mark.parametrize("value", [0.0, 2.0, -1.0])
 def test_one_constant_value_can_be_drawn(value):
     low, high = plots.limits([value])

@@ -374,6 +374,14 @@ def test_inputs_of_which_half_are_zeros_have_no_outlier():
     assert sides[1]["reading"].startswith("The largest channel is 4.0 × the median one;")
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_activations_that_overflow_are_told(bad):
+    amax, overflowing = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, bad])
+    for before, after in ((amax, overflowing), (overflowing, amax)):
+        sides = ranges(ChannelRange("mlp.down_proj", before, after))["sides"]
+        assert any(f"the largest value is {bad}." in side["reading"] for side in sides)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "mistral3"])
 def test_weight_errors_of_a_source_with_other_names_or_forms(kind, tmp_path):
     source = save_tiny(kind, tmp_path / "source")
