@@ -35,40 +35,45 @@ def bench_quantize(
         options: options of :func:`qtool.bench.quantize.run`.
 
     Raises:
-        QtoolError: ``model`` is neither a model nor a shape, ``layers`` are asked of a model, or
-            ``device_memory`` is no memory.
+        QtoolError: ``model`` is neither a model nor a shape, ``layers`` are asked of a model,
+            ``device_memory`` is no memory, or a launcher started several processes.
     """
     from qtool.bench import quantize, random_checkpoint
     from qtool.distributed import ranks
-    from qtool.io.model_directory import resolve
+    from qtool.io.model_directory import provenance, resolve
     from qtool.io.run_record import record_path
     from qtool.pipeline.options import RecipeOverrides
 
     if device_memory is not None:
         require_positive("--device-memory", device_memory)
-    if model in random_checkpoint.SHAPES:
-        config = random_checkpoint.config_of(model, layers)
-        source = work / f"{model}-{config['num_hidden_layers']}"
-        if not (source / "config.json").exists():
-            random_checkpoint.make(config, source)
-    else:
-        if layers is not None:
-            raise QtoolError(f"--layers {layers} is for a random checkpoint, and {model} is none")
-        try:
-            source = resolve(model)
-        except QtoolError as error:
-            shapes = ", ".join(random_checkpoint.SHAPES)
-            raise QtoolError(f"{error}; shapes of random checkpoints: {shapes}") from error
-    chosen = RecipeOverrides().recipe(scheme, recipe)
-    out = work / f"{source.name}-{scheme or Path(chosen.scheme).name}"
-    work.mkdir(parents=True, exist_ok=True)
     with ranks.process_group(device) as own:
+        if ranks.size() > 1:
+            raise QtoolError("a run is measured in one process: start no others")
+        if model in random_checkpoint.SHAPES:
+            config = random_checkpoint.config_of(model, layers)
+            source = work / f"{model}-{config['num_hidden_layers']}"
+            if not (source / "config.json").exists():
+                random_checkpoint.make(config, source)
+        else:
+            if layers is not None:
+                raise QtoolError(
+                    f"--layers {layers} is for a random checkpoint, and {model} is none"
+                )
+            try:
+                source = resolve(model)
+            except QtoolError as error:
+                shapes = ", ".join(random_checkpoint.SHAPES)
+                raise QtoolError(f"{error}; shapes of random checkpoints: {shapes}") from error
+        chosen = RecipeOverrides().recipe(scheme, recipe)
+        name = provenance(source)["directory"]
+        out = work / f"{name}-{scheme or Path(chosen.scheme).name}"
+        work.mkdir(parents=True, exist_ok=True)
         measured = quantize.run(
             source, chosen, out, device=own, device_memory=device_memory, **options
         )
-    if not keep:
-        shutil.rmtree(out)
-        record_path(out).unlink()
+        if not keep:
+            shutil.rmtree(out)
+            record_path(out).unlink()
     return measured
 
 

@@ -33,6 +33,7 @@ from qtool.calibration.stacking import by_role
 from qtool.calibration.transforms import clip, smooth
 from qtool.calibration.transforms.rotate import Rotate
 from qtool.calibration.transforms.smooth_attention import SmoothAttention
+from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.run_record import record_path
 from qtool.io.source import Checkpoint
@@ -660,6 +661,13 @@ def test_a_checkpoint_that_is_no_measured_run_is_not_replaced(tmp_path: Path) ->
     mine.rename(tmp_path / "mine")
     for _ in range(2):
         bench_quantize(str(source), "w8a8", keep=True, **options)
+
+
+def test_several_processes_measure_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_world", ranks.World(0, 2))
+    with pytest.raises(QtoolError, match="measured in one process: start no others"):
+        bench_quantize("llama-tiny", "w8a8", work=tmp_path / "work", samples=2, seqlen=16)
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_killed_random_checkpoint_is_made_whole(tmp_path: Path) -> None:
