@@ -129,10 +129,12 @@ class Checkpoint:
         digest = hashlib.sha256(json.dumps(self._config, sort_keys=True).encode())
         if self.adapter:
             digest.update(repr(self.adapter.hashes).encode())
+        files = {}
+        for path in {entry.path for entry in self._stored.values()}:
+            stat = path.stat()
+            files[path] = stat.st_size, recorded.get(path.name, stat.st_mtime_ns)
         for name, entry in sorted(self._stored.items()):
-            stat = entry.path.stat()
-            written = recorded.get(entry.path.name, stat.st_mtime_ns)
-            place = entry.path.name, entry.start, stat.st_size, written
+            place = entry.path.name, entry.start, *files[entry.path]
             facts = name, str(entry.dtype), entry.shape, *place
             digest.update(repr(facts).encode())
         return digest.hexdigest()
