@@ -11,6 +11,7 @@ with it; the baseline's own directory is never written. The model card shows the
 import fcntl
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ from typing import Any
 
 import qtool
 from qtool import plugins
-from qtool.errors import QtoolError, refuse_pipe
+from qtool.errors import NoSpace, QtoolError, refuse_pipe
 from qtool.eval.compare import table
 from qtool.eval.engine import Engine, Model
 from qtool.eval.evaluate import LoadedTask
@@ -30,6 +31,8 @@ from qtool.io.model_card import with_results
 from qtool.io.safetensors import write_atomic, write_json
 from qtool.io.source import CARD, Checkpoint
 from qtool.strict_json import json_safe
+
+log = logging.getLogger(__name__)
 
 FILE = "eval.json"
 #: the key of the list of results in eval.json
@@ -170,7 +173,8 @@ def results(
 ) -> Results:
     """The results of ``tasks`` on the model in ``directory``.
 
-    The model is loaded only if a result is not saved in ``store``.
+    The model is loaded only if a result is not saved in ``store``. A result that the disk does not
+    take is returned too, and the log says that it is not saved.
 
     Raises:
         QtoolError: ``store`` cannot be written, or holds a damaged file.
@@ -194,6 +198,9 @@ def results(
         if saved is None:
             loaded = loaded or load()
             saved = SavedResult(model, facts, task.evaluate(loaded), files)
-            save(store, saved)
+            try:
+                save(store, saved)
+            except (OSError, NoSpace) as error:
+                log.error("%s is not saved in %s: %s", task.name, store / FILE, error)
         found += saved.tasks
     return Results(found)

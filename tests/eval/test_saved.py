@@ -3,6 +3,8 @@ mixed.
 """
 
 import copy
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -130,6 +132,26 @@ def test_an_interruption_keeps_what_is_finished(store):
     with pytest.raises(KeyboardInterrupt):
         saved.results(asked, store, lambda: object(), store, CPU)
     assert saved.results(asked[:1], store, refuse, store, CPU)["one"].samples == 9
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "code"),
+    [(os, "fsync", errno.ENOSPC), (fcntl, "flock", errno.ENOLCK)],
+)
+def test_a_result_that_the_disk_does_not_take_is_given(
+    store, monkeypatch, caplog, module, function, code
+):
+    found = TaskResult("a", "zero_shot", "", 1, {"acc": Metric(0.5, None, True)})
+    tasks = [LoadedTask(name, {"task": name}, lambda _: [found]) for name in ("a", "b")]
+
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(module, function, fail)
+    assert saved.results(tasks, store, lambda: "model", store, CPU).tasks == [found, found]
+    assert [line.split(":")[0] for line in caplog.messages] == [
+        f"{name} is not saved in {store / saved.FILE}" for name in ("a", "b")
+    ]
 
 
 def test_processes_that_save_at_once_lose_nothing(store):
