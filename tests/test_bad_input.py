@@ -689,6 +689,18 @@ def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # 
     refused("refused.partial/generation_config.json: No space left on device", model)
 
 
+def test_a_disk_without_locks_is_called_so(refused, make_model: MakeModel, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    import errno
+    import fcntl
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    for _ in range(2):
+        refused("lock cannot be locked (Function not implemented)", make_model())
+
+
 def test_a_full_disk_that_numpy_meets_is_called_so(tmp_path: Path) -> None:
     """As GGUF's writer does on /dev/full: its error has no number."""
     with pytest.raises(QtoolError, match="no space left"), space_for(tmp_path / "x"):

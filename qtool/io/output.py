@@ -72,14 +72,19 @@ def lock(path: Path, directory: Path) -> IO[str]:
     """Lock ``path`` for a run that works on ``directory``, until the returned file is closed.
 
     Raises:
-        QtoolError: another run works on ``directory``.
+        QtoolError: another run works on ``directory``, or its disk has no locks.
     """
     file = path.open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         file.close()
-        raise QtoolError(f"another run is working on {directory}") from None
+        if isinstance(error, BlockingIOError):
+            raise QtoolError(f"another run is working on {directory}") from None
+        raise QtoolError(
+            f"{path} cannot be locked ({error.strerror}), so that two runs could work on "
+            f"{directory}: choose an --out on another disk"
+        ) from error
     return file
 
 
