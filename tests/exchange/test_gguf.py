@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -395,6 +396,21 @@ def test_its_output_is_as_new_as_that_of_other_formats(native: Native, tmp_path:
     found = {path.name for path in export(ours, "gguf", busy).directory.iterdir()}
     new = {path.name for path in export(ours, "gguf", tmp_path / "new").directory.iterdir()}
     assert found == new and FILE in found and LOCK not in found and not partial.exists()
+
+
+def test_the_file_is_on_the_disk_before_it_has_its_name(
+    native: Native, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the shards of other formats are; else a loss of power may leave a part of it."""
+    stored: list[tuple[int, int]] = []
+
+    def note(descriptor: int) -> None:
+        stat = os.fstat(descriptor)
+        stored.append((stat.st_ino, stat.st_size))
+
+    monkeypatch.setattr(os, "fsync", note)
+    stat = (export(native("w4a16", 32), "gguf", tmp_path / "out").directory / FILE).stat()
+    assert (stat.st_ino, stat.st_size) in stored
 
 
 def test_a_flipped_byte_stops_it(native: Native, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ stack [E, N, K], which is written once the last expert has been read.
 """
 
 import math
+import os
 import re
 import shutil
 from dataclasses import dataclass, field
@@ -85,6 +86,8 @@ def write_gguf(
         try:
             with space_for(out / FILE):
                 notes = _write(package, partial / FILE, work, formats, progress)
+                with (partial / FILE).open("rb") as written:
+                    os.fsync(written.fileno())  # before the directory takes its name
             for name, file in work.source.side_files().items():
                 if name == BASE_CARD or name.startswith(("LICEN", "NOTICE", "USE_POLICY")):
                     shutil.copyfile(file, partial / name)
