@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from qtool.format import native_format
+from qtool.io.safetensors import Entry
 from qtool.io.source import Checkpoint
 from qtool.models.architecture import dtype_name
 from qtool.runtime.read_linear import linear_shape, packed_names
@@ -60,21 +61,23 @@ def inspect(directory: Path) -> list[Row]:
     """
     checkpoint = Checkpoint(directory)
     checkpoint_format = native_format(checkpoint.config)
-    rows, seen = [], set()
-    for name in packed_names(checkpoint):
-        parts = [p for p in checkpoint.under(name) if p != f"{name}.bias"]
-        seen.update(parts)
+    packed: dict[str, list[Entry]] = {name: [] for name in packed_names(checkpoint)}
+    rows, others = [], []
+    for name, entry in checkpoint.entries.items():
+        linear, _, part = name.rpartition(".")
+        if linear in packed and part != "bias":
+            packed[linear].append(entry)
+        else:
+            dtype = dtype_name(entry.dtype)
+            others.append(Row(name, dtype, "", entry.shape, prod(entry.shape), entry.nbytes))
+    for name, parts in packed.items():
         linear_format, shape = checkpoint_format.of(name), linear_shape(checkpoint, name)
-        nbytes = sum(checkpoint.entry(part).nbytes for part in parts)
+        nbytes = sum(entry.nbytes for entry in parts)
         scheme = linear_format.scheme if linear_format else "?"
         layout = linear_format.layout if linear_format else "?"
         blocks = checkpoint.read(f"{name}.eight_bit") if f"{name}.eight_bit" in checkpoint else None
         rows.append(Row(name, scheme, layout, shape, prod(shape), nbytes, blocks))
-    for name, entry in checkpoint.entries.items():
-        if name not in seen:
-            dtype = dtype_name(entry.dtype)
-            rows.append(Row(name, dtype, "", entry.shape, prod(entry.shape), entry.nbytes))
-    return rows
+    return rows + others
 
 
 def total(name: str, rows: Iterable[Row]) -> Row:
