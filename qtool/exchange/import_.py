@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -295,8 +296,7 @@ def _format(name: str, grid: Grid, zero_points: bool, layout: str | None) -> Lin
         QtoolError: ``layout`` cannot hold its shape.
     """
     scheme = ZERO_POINTS if zero_points and grid.group_size is None else SYMMETRIC
-    default = recipes.load(scheme).layers[0].layout or ROW_MAJOR.name
-    made = LinearFormat(scheme, grid.group_size, layout or default, grid.scales)
+    made = LinearFormat(scheme, grid.group_size, layout or _default_layout(scheme), grid.scales)
     try:
         made.require(name, grid.n, grid.k)
     except QtoolError:
@@ -305,6 +305,12 @@ def _format(name: str, grid: Grid, zero_points: bool, layout: str | None) -> Lin
         made = LinearFormat(scheme, grid.group_size, ROW_MAJOR.name, grid.scales)
         made.require(name, grid.n, grid.k)
     return made
+
+
+@cache
+def _default_layout(scheme: str) -> str:
+    """The layout that quantizing to ``scheme`` chooses; its recipe is read once."""
+    return recipes.load(scheme).layers[0].layout or ROW_MAJOR.name
 
 
 def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rule, ...]:

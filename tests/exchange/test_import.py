@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -177,6 +178,12 @@ def test_fp16_scales_of_a_bf16_model_stay(make_model: MakeModel, tmp_path: Path)
     assert again.notes == [
         "scales: float16 in the file, which loaders round to the model's bfloat16"
     ]
+
+
+def test_the_recipe_is_not_read_for_each_linear(gptq: Path, tmp_path: Path) -> None:
+    with mock.patch.object(recipes, "load", wraps=recipes.load) as load_recipe:
+        imported(gptq, tmp_path / "out")
+    assert load_recipe.call_count <= 1
 
 
 def test_an_export_reports_the_linears_of_every_shard(gptq: Path, tmp_path: Path) -> None:
