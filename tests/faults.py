@@ -1553,8 +1553,8 @@ FAULTS = [
         ),
         (
             "qtool/exchange/export.py",
-            'if f"{owner}.permutation" in self.source:',
-            "if False:",
+            'permuted = f"{owner}.permutation" in self.source',
+            "permuted = False",
             "tests/test_plugins.py -k gathered",
         ),
         (

@@ -39,7 +39,6 @@ from qtool.plugins import require_json, require_returned
 from qtool.progress import Progress
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name, missing_scales
 from qtool.runtime.read_linear import linear_shape, load_linear
-from qtool.schemes import Params
 from qtool.units import bytes_text
 
 
@@ -124,6 +123,7 @@ class _Export(Conversion):
             raise CheckFailed(f"{scale}: a scale of the KV cache is missing")
         self.kv = native.kv if keeps_kv_scales(target, native.kv, self.family) else None
         self.pieces = _pieces(self.family)
+        self.linear_specs = cache(partial(_specs, target))  # many linears have the same
         self.notes = export_notes(target, source, self.all_formats, native.kv, self.kv is not None)
         self.identity = {
             "source model": source.fingerprint(recorded_hashes(source.directory)),
@@ -143,13 +143,9 @@ class _Export(Conversion):
 
     def specs(self, owner: str) -> Tensors:
         if owner in self.formats:
-            n, k = linear_shape(self.source, owner)
-            found = self.formats[owner]
-            codes = torch.empty(n, k, dtype=found.scheme_object.code_dtype, device="meta")
-            params = found.parameters(n, k)
-            if f"{owner}.permutation" in self.source:
-                params["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
-            yield from self._linear(owner, codes, params)
+            permuted = f"{owner}.permutation" in self.source
+            kind = self.formats[owner], *linear_shape(self.source, owner), permuted
+            yield from self._linear(owner, self.linear_specs(*kind))
         elif owner.endswith(SCALES):
             yield from self._kv(owner, "meta")
         else:
@@ -163,7 +159,8 @@ class _Export(Conversion):
             if linear.permutation is not None:
                 params = params | {"permutation": linear.permutation}
             with checking(owner):
-                stored = dict(self._linear(owner, codes, params))
+                made = self.target.tensors(self.formats[owner], codes, params)
+                stored = dict(self._linear(owner, made))
             prefix = f"{self.family.disk_name(owner)}."
             parts = {part.removeprefix(prefix): tensor for part, tensor in stored.items()}
             ours, before = linear.dequantize(), [tensor._version for tensor in parts.values()]
@@ -183,9 +180,9 @@ class _Export(Conversion):
         else:
             yield from self._on_disk(partial(super().tensors, notes=notes), owner)
 
-    def _linear(self, name: str, codes: torch.Tensor, params: Params) -> Tensors:
+    def _linear(self, name: str, stored: dict[str, Tensor]) -> Tensors:
+        """The tensors ``stored`` of a linear, by their names in the export."""
         disk = self.family.disk_name(name)
-        stored = self.target.tensors(self.formats[name], codes, params)
         stored = require_returned(self.target, "tensors", stored, dict[str, Tensor])
         if "bias" in stored and f"{name}.bias" in self.source:
             raise QtoolError(
@@ -272,6 +269,17 @@ class _Export(Conversion):
                 if leaf and name.endswith(f".experts.0.{leaf}"):
                     found[name.removesuffix(leaf) + theirs] = named[name]
         return found
+
+
+def _specs(
+    target: ExportFormat, linear_format: LinearFormat, n: int, k: int, permuted: bool
+) -> dict[str, Tensor]:
+    """What ``target`` stores of a weight ``[n, k]``, on ``meta``."""
+    codes = torch.empty(n, k, dtype=linear_format.scheme_object.code_dtype, device="meta")
+    params = linear_format.parameters(n, k)
+    if permuted:
+        params["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
+    return target.tensors(linear_format, codes, params)
 
 
 @dataclass
