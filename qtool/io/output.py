@@ -26,7 +26,7 @@ from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.io.integrity import CONFIG, INDEX, RECORD, hashes_beside_shards, read_record, sha256_of
 from qtool.io.model_card import model_card
-from qtool.io.safetensors import Entry, read_header, write, write_json, write_text
+from qtool.io.safetensors import Entry, copy, read_header, write, write_json, write_text
 from qtool.io.source import BASE_CARD, CARD
 
 #: the run's own files, inside the directory it works in
@@ -322,7 +322,7 @@ class Output:
         )
         for name, path in side_files.items():
             (self.partial / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, self.partial / name)
+            copy(path, self.partial / name)
         write_text(self.partial / CARD, model_card(provenance, self.partial / BASE_CARD))
         provenance["job"] = self.identity
         provenance["shards"] = {self.name(s): r["sha256"] for s, r in sorted(self.records.items())}

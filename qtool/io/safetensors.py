@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -363,6 +364,12 @@ def write_atomic(path: Path, put: Callable[[BinaryIO], Any], *, sync: bool = Tru
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def copy(source: Path, path: Path) -> None:
+    """Copy the file ``source`` to ``path``, atomically."""
+    with source.open("rb") as file:
+        write_atomic(path, lambda copied: shutil.copyfileobj(file, copied))
 
 
 def _temporary(path: Path) -> Path:

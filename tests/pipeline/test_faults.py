@@ -255,6 +255,23 @@ def test_a_disk_that_takes_nothing_is_left_as_it_was(source, whole, tmp_path, mo
     assert files(run(source, out, resume=True)) == whole
 
 
+def test_every_file_is_on_the_disk_before_the_result_has_its_name(  # type: ignore[no-untyped-def]
+    source, tmp_path, monkeypatch
+) -> None:
+    """Else a loss of power may leave an empty file in a result that looks whole."""
+    stored: set[tuple[int, int]] = set()
+
+    def fsync(descriptor: int) -> None:
+        stat = os.fstat(descriptor)
+        stored.add((stat.st_ino, stat.st_size))
+
+    monkeypatch.setattr(safetensors.os, "fsync", fsync)
+    out = run(source, tmp_path / "out")
+    written = {path.name: path.stat() for path in out.rglob("*") if path.is_file()}
+    assert "generation_config.json" in written
+    assert not [name for name, f in written.items() if (f.st_ino, f.st_size) not in stored]
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", "\x00\x00"])
 @pytest.mark.parametrize("record", ["job.json", "shard-00002.json", "shard-00003.json"])
 def test_a_damaged_journal(  # type: ignore[no-untyped-def]

@@ -30,7 +30,7 @@ from qtool.exchange.gguf.tokenizer import write_tokenizer
 from qtool.io.integrity import RECORD, hashes_to_check, require_file_intact
 from qtool.io.model_card import model_card
 from qtool.io.output import LOCK, lock, require_new
-from qtool.io.safetensors import space_for, write_json, write_text
+from qtool.io.safetensors import copy, space_for, write_json, write_text
 from qtool.io.source import BASE_CARD, CARD
 from qtool.models import Family, family_of
 from qtool.progress import Progress
@@ -90,7 +90,7 @@ def write_gguf(
                     os.fsync(written.fileno())  # before the directory takes its name
             for name, file in work.source.side_files().items():
                 if name == BASE_CARD or name.startswith(("LICEN", "NOTICE", "USE_POLICY")):
-                    shutil.copyfile(file, partial / name)
+                    copy(file, partial / name)
             provenance = facts | {"blocks": [notes]}
             write_text(partial / CARD, model_card(provenance, partial / BASE_CARD))
             write_json(partial / RECORD, provenance)
