@@ -61,10 +61,12 @@ class Family:
         norm_offset: norms multiply by this number plus the weight.
         layer_norm: whether norms subtract the mean over channels and have biases.
         experts: where experts are; names of groups and tensors with ``*`` are repeated for each.
+            ``sizes`` gives their number as ``experts``.
         choose: gives the family of one block, if the config decides it; may refuse the config.
         text: the part of the model that runs on text alone; mostly ``""``, the whole model.
         embedding: the module of the token embedding.
         positions: the table of learned positions, which is added to the embedding's output.
+            ``sizes`` gives the number of its rows as ``positions``.
         blocks: the module list of the blocks.
         final_norm: the norm after the last block.
         final_bias: whether the final norm has a bias; None: as ``layer_norm`` says.

@@ -85,6 +85,12 @@ def require_consistent(family: Family) -> None:
             )
         if group.gate:
             named[group.gate] = "gate"
+    for size, part in {"positions": family.positions, "experts": family.experts}.items():
+        if part and size not in family.sizes:
+            raise QtoolError(
+                f"family {family.name}: {size} is declared, and sizes has no function {size!r} that"
+                " gives their number"
+            )
     norms: list[str] = []
     if family.attention:
         projections = (

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from qtool import models, recipes
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
-from qtool.models import FAMILIES, Attention, Family, Fold, Heads, LinearGroup, family_of
+from qtool.models import FAMILIES, Attention, Experts, Family, Fold, Heads, LinearGroup, family_of
 from qtool.models.families.falcon import FALCON
 from qtool.models.families.llama import DOWN, LLAMA, UP, K, Q, V
 from qtool.models.families.phi3 import PHI3
@@ -193,6 +193,8 @@ def test_declared_families_name_what_they_declare(family: Family) -> None:
         ),
         ({"readers": {"no_norm": (UP,)}}, "readers names 'no_norm', which no group reads"),
         ({"readers": {"input_layernorm": ("r",)}}, "readers names 'r', and tensors has no r"),
+        ({"positions": "wpe"}, "positions is declared, and sizes has no function 'positions'"),
+        ({"experts": Experts()}, "experts is declared, and sizes has no function 'experts'"),
         ({"post_norms": ("n",)}, "post_norms names 'n', and tensors has no n.weight"),
         ({"fused": {"qkv": {"q": "hidden"}}}, "fused names 'qkv', and tensors has no qkv.weight"),
         ({"fused": {UP: {"rest": "intr"}}}, "family Mine: the size 'intr' of rest: .* inter"),
