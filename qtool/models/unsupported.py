@@ -34,4 +34,7 @@ def why_unsupported(model_type: str) -> str:
         return "a vision model; qtool quantizes decoder-only language models"
     if known:
         return "no causal language model, which is what qtool quantizes"
-    return f"transformers {__version__} does not know it either; is it newer, or misspelt?"
+    return (
+        f"transformers {__version__} does not know it either; is it newer, misspelt, or of a plugin"
+        " that is not installed here?"
+    )

@@ -92,7 +92,7 @@ def test_missing_sizes_are_those_of_the_class(model_type: str) -> None:
         ("bert", "an encoder;"),
         ("vit", "a vision model"),
         ("sam", "no causal language model"),
-        ("lama", "transformers .* does not know it either"),
+        ("lama", "transformers .* does not know it either; .* of a plugin that is not installed"),
     ],
 )
 def test_an_unsupported_architecture_is_told_what_it_is(model_type: str, what: str) -> None:
