@@ -10,12 +10,17 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+import qtool
+from qtool.calibration.batch import Batch
+from qtool.calibration.block import Block
+from qtool.calibration.method import Transform
 from qtool.cli import cli, main
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
@@ -196,6 +201,31 @@ def test_an_error_of_one_rank_is_told_once(tmp_path: Path) -> None:
     assert [rank.code for rank in ended] == [2, 2]
     (message,) = re.findall(r"qtool: .*", "".join(rank.stderr for rank in ended))
     assert "model.layers.1.mlp.up_proj.weight: holds 1 NaN" in message
+
+
+def test_what_a_method_finds_in_its_own_batches_alone_is_refused(
+    readable: Path, tmp_path: Path
+) -> None:
+    @dataclass
+    class Mine(Transform):
+        name = "mine"
+        needs_data = True
+
+        def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+            block.weight("mlp.up_proj").mul_(sum(float(b.hidden.abs().max()) for b in batches))
+
+    def run() -> None:
+        qtool.register_method(Mine)
+        out = "--out", str(tmp_path / "out")
+        command_line("quantize", str(readable), *CALIBRATED, "--recipe", str(recipe), *out)()
+
+    recipe = tmp_path / "mine.yaml"
+    layers = "[{match: '.*', scheme: w4a16}]"
+    recipe.write_text(f"{{scheme: mine, layers: {layers}, transforms: [mine], rounding: rtn}}")
+    ended = forks.run_ranks(2, run, tmp_path)
+    assert [rank.code for rank in ended] == [2, 2]
+    (message,) = re.findall(r"qtool: .*", "".join(rank.stderr for rank in ended))
+    assert "mine: apply gives mlp.up_proj.weight of block 0 other values on another rank" in message
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,24 @@
 """What a rounding gives is refused where it is not what would be packed."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from qtool.calibration.rounding.rounded import Rounded
 from qtool.calibration.rounding.rtn import RoundToNearest
+from qtool.distributed import ranks
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat
-from qtool.pipeline.streaming.method_checks import check_codes, require_packable
+from qtool.pipeline.streaming.method_checks import (
+    check_codes,
+    require_packable,
+    require_same_on_ranks,
+)
 
 FORMAT = LinearFormat("w4a8-lqq", 64, "row-major")
 RIGHT = "codes uint8 [8, 128], offset uint8 [8, 2], s1 float32 [8], s2 uint8 [8, 2]"
@@ -68,3 +76,27 @@ def test_of_linears_that_are_checked_at_once_the_broken_one_is_named() -> None:
     check_codes(FORMAT.scheme_object, {"block.q": rounded(), "block.k": rounded()})
     with pytest.raises(CheckFailed, match=r"^block\.k: invariant codes of 4 bits broken at \(0, 0"):
         check_codes(FORMAT.scheme_object, {"block.q": rounded(), "block.k": wide})
+
+
+@pytest.mark.parametrize(
+    ("other", "alike"),
+    [
+        (lambda up: {"up": up.t().contiguous().t()}, True),
+        (lambda up: {"up": up + 2.0**-20}, False),
+        (lambda up: {"up": up.flip(0)}, False),
+        (lambda up: {"up": up.flip(1)}, False),
+        (lambda up: {}, False),
+    ],
+)
+def test_what_a_method_from_outside_gives_on_one_rank_alone_is_refused(
+    other: Callable[[Tensor], dict[str, Tensor]], alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, up, sent = type("Mine", (RoundToNearest,), {"name": "mine"})(), torch.rand(8, 4), []
+    monkeypatch.setattr(ranks, "size", lambda: 2)
+    monkeypatch.setattr(ranks, "all_gather", lambda value: [*sent, sent.append(value) or value])
+    require_same_on_ranks(mine, "round", 3, {"up": up})
+    monkeypatch.setattr(ranks, "all_gather", lambda value: [sent[0], value])
+    said = nullcontext() if alike else pytest.raises(QtoolError, match="mine: round gives up of bl")
+    with said:
+        require_same_on_ranks(mine, "round", 3, other(up))
+    require_same_on_ranks(RoundToNearest(), "round", 3, {})  # of this package

@@ -42,6 +42,7 @@ from qtool.pipeline.streaming.method_checks import (
     naming_too_large,
     require_finite_parameters,
     require_packable,
+    require_same_on_ranks,
     require_stored,
     running_method,
 )
@@ -197,6 +198,12 @@ class BuiltBlocks:
         ):
             rounded = job.rounding.round(block, self.batches)
         require_packable(job.rounding, rounded, formats, job.linears(index))
+        given = {
+            f"the {part} of {name}": tensor
+            for name, one in rounded.items()
+            for part, tensor in {"codes": one.codes, **one.params}.items()
+        }
+        require_same_on_ranks(job.rounding, "round", index, given)
         if errors := weight_errors(rounded):
             notes.setdefault(job.rounding.name, errors)
         for method, noted in notes.items():

@@ -12,6 +12,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.method import Method, Rounding, Transform
 from qtool.calibration.rounding.rounded import Rounded, stacked
+from qtool.distributed import ranks
 from qtool.errors import CheckFailed, Interrupted, QtoolError, checking, described, suggest
 from qtool.format import LinearFormat
 from qtool.io.finite import is_finite
@@ -34,8 +35,8 @@ def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job
     """Let ``transform`` rewrite ``block`` in place.
 
     Raises:
-        QtoolError: the transform fails, returns something, gives a tensor another shape, or adds or
-            removes one.
+        QtoolError: the transform fails, returns something, gives a tensor another shape, adds or
+            removes one, or decides on each rank by itself.
     """
     before = block.parameters().keys()
     with running_method(transform, "apply", block.index):
@@ -52,6 +53,43 @@ def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job
         if name in found:
             of = f" for {job.full(block.index, name)}"
             require_returned(transform, "apply", found[name], Tensor, of, shape)
+    orders = {f"the input order of {n}": order for n, order in block.permutations.items()}
+    clips = {
+        f"the {kind} of {n}": torch.as_tensor(ratio)
+        for n, pair in block.clips.items()
+        if is_of(pair, tuple[ClipRatio, ClipRatio])  # others are refused after all transforms
+        for kind, ratio in zip(("clip", "group clip"), pair, strict=True)
+    }
+    require_same_on_ranks(transform, "apply", block.index, {**found, **orders, **clips})
+
+
+def require_same_on_ranks(
+    method: Method, function: str, index: int, tensors: Mapping[str, Tensor]
+) -> None:
+    """Refuse ``tensors`` of block ``index`` that a method of another package gives each rank alone.
+
+    Compared are the sums of their bytes along each dimension.
+
+    Raises:
+        QtoolError: names the first that differs.
+    """
+    if ranks.size() == 1 or type(method).__module__.startswith("qtool."):
+        return
+    of_ranks = ranks.all_gather({name: _byte_sums(tensor) for name, tensor in tensors.items()})
+    for name, own in of_ranks[0].items():
+        for other in of_ranks[1:]:
+            if name not in other or not all(map(torch.equal, own, other[name])):
+                raise QtoolError(
+                    f"{method.name}: {function} gives {name} of block {index} other values on"
+                    " another rank; a rank sees its own batches only, and all_gather_batches and"
+                    " OrderedSum of qtool.distributed.ranks join what is found in them"
+                )
+
+
+def _byte_sums(tensor: Tensor) -> list[Tensor]:
+    """The sums of the bytes of ``tensor`` along each of its dimensions, int64."""
+    stored = torch.atleast_1d(tensor.detach()).contiguous().view(torch.uint8)
+    return [stored.sum(axis, dtype=torch.int64) for axis in range(stored.dim())]
 
 
 def rewritten(transform: Transform, function: str, tensor: Tensor, found: Tensor) -> Tensor:
