@@ -111,8 +111,7 @@ def register_layout(layout: "Layout") -> None:
     _require_declared(layout, Layout)
     if not 1 <= layout.bits <= 8:
         raise _unexpected(layout, "bits", "a whole number of 1 to 8")
-    if min(layout.tile) < 1:
-        raise _unexpected(layout, "tile", "a pair of positive whole numbers")
+    _require_tile(layout)
     if CODES not in layout.tensors:
         raise QtoolError(
             f"layout {layout.name!r} has no tensor {CODES}, by which packed linears are found"
@@ -198,14 +197,15 @@ def register_export(target: "ExportFormat") -> None:
     """Let ``export --format NAME`` write ``target``.
 
     Raises:
-        QtoolError: it is no export format, lacks an attribute or has one of another type, or the
-            name is taken.
+        QtoolError: it is no export format, lacks an attribute or has one of another type, has an
+            invalid tile, or the name is taken.
     """
     from qtool.exchange.export_format import ExportFormat
     from qtool.exchange.export_formats import EXPORT_FORMATS
 
     _require_instance(target, ExportFormat)
     _require_declared(target, ExportFormat)
+    _require_tile(target)
     plugins.add(EXPORT_FORMATS, target.name, target, "format")
 
 
@@ -240,6 +240,11 @@ def _require_declared(given: Any, base: type) -> None:
         raise QtoolError(f"{kind.__name__} does not define {', '.join(missing)}")
     functions = [name for name, _ in getmembers(base, isfunction)]
     plugins.require_kinds(given, kind.__name__, dict.fromkeys(functions, Callable) | kinds)
+
+
+def _require_tile(given: "Layout | ExportFormat") -> None:
+    if min(given.tile) < 1:
+        raise _unexpected(given, "tile", "a pair of positive whole numbers")
 
 
 def _overridden(given: type, base: type, *names: str) -> list[str]:

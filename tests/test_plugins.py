@@ -345,6 +345,10 @@ def transform(do: Callable[[Block], object]) -> dict[str, Any]:
             "'mlp.up': no module of block 0: did you mean mlp.up_proj",
         ),
         (
+            lambda block: block.weight("mlp").mul_(2),
+            "^'mlp': a module of block 0 without a weight$",
+        ),
+        (
             lambda block: block.notes.update({"mine": torch.ones(1)}),
             "mine: its notes of a block cannot be written as JSON: .*Tensor",
         ),
@@ -987,16 +991,30 @@ def test_a_scheme_that_gptq_cannot_take_has_no_recipe_with_it() -> None:
             qtool.plan("demo", recipe=own | {"rounding": rounding})
 
 
-@pytest.mark.parametrize("function", ["tensors", "weight", "quantization_config"])
+@pytest.mark.parametrize(
+    ("function", "returns", "said"),
+    [
+        ("tensors", None, "NoneType"),
+        ("tensors", {"scale": 5}, "int for 'scale'; Tensor is expected"),
+        ("weight", None, "NoneType"),
+        ("quantization_config", None, "NoneType"),
+    ],
+)
 def test_what_an_export_format_returns_wrongly_is_named(
-    function: str, make_model: MakeModel, tmp_path: Path
+    function: str, returns: Any, said: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
     gptq = EXPORT_FORMATS["gptq"]
-    kind = type("Mine", (type(gptq),), {function: lambda *_: None})
+    kind = type("Mine", (type(gptq),), {function: lambda *_: returns})
     qtool.register_export(kind("mine", "gptq", "a format that returns nothing"))
     native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "w4a16")
-    with pytest.raises(QtoolError, match=f"mine: {function} gives NoneType"):
+    with pytest.raises(QtoolError, match=f"mine: {function} gives {said}"):
         qtool.export(native, "mine")
+
+
+def test_an_export_format_without_a_tile_is_refused() -> None:
+    kind = type("Mine", (Gptq,), {"tile": (0, 8)})
+    with pytest.raises(QtoolError, match=r"^Mine: tile is \(0, 8\); a pair of positive whole"):
+        qtool.register_export(kind("mine", "gptq", "a format that divides by 0"))
 
 
 class Packed(Gptq):

@@ -115,10 +115,13 @@ class Block:
         """The weight of submodule ``name``, detached.
 
         Change it in place, unless ``name`` is a part of a fused linear, which may be a copy.
+
+        Raises:
+            QtoolError: the block has no such module, or the module has no weight.
         """
         owner, rows = self._rows(name)
-        weight = self._exact(owner, "weight")
-        assert weight is not None
+        if (weight := self._exact(owner, "weight")) is None:
+            raise QtoolError(f"{name!r}: a module of block {self.index} without a weight")
         return weight[rows]
 
     def bias(self, name: str) -> Tensor | None:

@@ -183,7 +183,9 @@ class _Export(Conversion):
     def _linear(self, name: str, stored: dict[str, Tensor]) -> Tensors:
         """The tensors ``stored`` of a linear, by their names in the export."""
         disk = self.family.disk_name(name)
-        stored = require_returned(self.target, "tensors", stored, dict[str, Tensor])
+        stored = require_returned(self.target, "tensors", stored, dict)
+        for part, tensor in stored.items():
+            require_returned(self.target, "tensors", tensor, Tensor, f" for {part!r}")
         if "bias" in stored and f"{name}.bias" in self.source:
             raise QtoolError(
                 f"{self.target.name}: tensors returns a bias for {name}, whose own bias is stored"
