@@ -24,20 +24,25 @@ if TYPE_CHECKING:
 
 
 def register_scheme(
-    scheme: "type[Scheme]", recipe: str | Path | Mapping[str, Any] | None = None
+    scheme: "type[Scheme]",
+    recipe: str | Path | Mapping[str, Any] | None = None,
+    *,
+    layout: str | None = None,
 ) -> None:
     """Let ``--scheme NAME`` mean ``scheme``, everywhere: quantize, verify, eval, load.
 
     Args:
         scheme: a subclass of :class:`qtool.schemes.Scheme`; its ``name`` is the command line's.
         recipe: a YAML file or its content; by default every linear at the scheme's own group size,
-            in the row-major layout, rounded to nearest (``fast``) or, if GPTQ takes the scheme, by
-            it (``paper``).
+            in ``layout``, rounded to nearest (``fast``) or, if GPTQ takes the scheme, by it
+            (``paper``).
+        layout: the name of the default recipe's layout; by default a row-major one.
 
     Raises:
         QtoolError: it is no scheme, lacks an attribute or a function or has one of another type,
-            a function returns another type, the name is taken, the recipe does not read, or none is
-            given for codes that are neither 4 nor 8 bits wide, which no built-in layout holds.
+            a function returns another type, the name is taken, the recipe does not read, or a
+            layout is given beside it, or neither for codes that are neither 4 nor 8 bits wide,
+            which no built-in layout holds.
         CheckFailed: two of its functions contradict each other (:mod:`qtool.schemes.protocol`).
     """
     from qtool.format.linear import forget
@@ -61,17 +66,22 @@ def register_scheme(
         )
     for size in scheme.group_sizes:
         _require_declared(scheme(size), Scheme)
-    if recipe is None and scheme.code_bits not in (4, 8):
+    if layout is not None and recipe is not None:
+        raise QtoolError(
+            f"scheme {scheme.name!r}: a recipe and the layout {layout!r} are given; a recipe names"
+            " layouts in its rules"
+        )
+    if recipe is None and layout is None and scheme.code_bits not in (4, 8):
         raise QtoolError(
             f"scheme {scheme.name!r} has {scheme.code_bits}-bit codes, the row-major layouts hold"
-            " 4-bit and 8-bit ones: register a layout too, and pass a recipe that names it"
+            " 4-bit and 8-bit ones: register a layout too, and pass its name as layout"
         )
     plugins.require_free(SCHEMES, scheme.name, scheme, "scheme")
     with torch_defaults():
         for size in scheme.group_sizes:
             with checking(f"{scheme.name} at group size {size or 'channel'}"):
                 require_sound(scheme(size), probe(scheme(size)))
-        recipe = _plain_recipe(scheme) if recipe is None else recipe
+        recipe = _plain_recipe(scheme, layout) if recipe is None else recipe
     register_recipe(scheme.name, recipe)
     plugins.add(SCHEMES, scheme.name, scheme, "scheme")
     forget()
@@ -259,16 +269,17 @@ def _unexpected(given: Any, attribute: str, expected: str) -> QtoolError:
     return QtoolError(f"{name}: {attribute} is {found!r}; {expected} is expected")
 
 
-def _plain_recipe(scheme: "type[Scheme]") -> dict[str, Any]:
+def _plain_recipe(scheme: "type[Scheme]", layout: str | None) -> dict[str, Any]:
     from qtool.calibration.rounding.scales import require_float_scale
 
     size, variants = scheme.default_group_size, {"fast": {"rounding": "rtn"}}
     with suppress(QtoolError):  # gptq takes no scheme of several scales
         require_float_scale(scheme())
         variants["paper"] = {"rounding": "gptq"}
+    rule = {"match": ".*", "scheme": scheme.name, "group_size": size or "channel"}
     return {
         "scheme": scheme.name,
         "about": (scheme.__doc__ or "").strip().partition("\n")[0].rstrip("."),
-        "layers": [{"match": ".*", "scheme": scheme.name, "group_size": size or "channel"}],
+        "layers": [rule if layout is None else rule | {"layout": layout}],
         "variants": variants,
     }

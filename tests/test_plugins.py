@@ -937,9 +937,14 @@ class ThreeBit(Marlin):
 def test_codes_of_three_bits_in_a_layout_of_their_own(
     make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(QtoolError, match="register a layout too, and pass its name as layout"):
+        qtool.register_scheme(ThreeBit)
+    with pytest.raises(QtoolError, match="a recipe and the layout 'three-planes' are given"):
+        qtool.register_scheme(ThreeBit, {}, layout="three-planes")
+    qtool.register_scheme(ThreeBit, layout="three-planes")  # before or after the layout
     qtool.register_layout(ThreePlanes())
-    layers = [{"match": ".*", "scheme": "three-bit", "layout": "three-planes"}]
-    qtool.register_scheme(ThreeBit, {"layers": layers, "variants": {"fast": {}}})
+    rule = qtool.plan("demo", "three-bit", recipe="paper").job.recipe.layers[0]
+    assert (rule.group_size, rule.layout) == (ThreeBit.default_group_size, "three-planes")
     out = qtool.quantize(make_model(), "three-bit", out=tmp_path / "out")
     assert not [row for row in qtool.verify(out) if row.problem]
     with pytest.raises(QtoolError, match="three-bit, whose 3-bit codes no row-major layout holds"):
