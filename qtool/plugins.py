@@ -150,7 +150,16 @@ def require_free(table: MutableMapping[str, T], name: str, entry: T, kind: str) 
             " expected"
         )
     if name in table and not same(table[name], entry):
-        raise QtoolError(f"the {kind} {name!r} is registered already; choose another name")
+        raise QtoolError(
+            f"the {kind} {name!r} is registered already{_origin(table[name])}; choose another name"
+        )
+
+
+def _origin(entry: object) -> str:
+    """The module that ``entry`` comes from, if it is a class or of a class of another package."""
+    kind = entry if isinstance(entry, type) else type(entry)
+    of_another = not kind.__module__.startswith(("qtool.", "builtins"))
+    return f", by {kind.__module__}" if entry is kind or of_another else ""
 
 
 def same(there: Any, entry: Any) -> bool:

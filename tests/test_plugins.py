@@ -698,7 +698,10 @@ def test_names_that_are_taken_are_refused() -> None:
     taken = type("Other", (SmoothQuant,), {"name": "eight"})
     with pytest.raises(QtoolError, match="'eight' is registered already"):
         qtool.register_scheme(taken)
-    with pytest.raises(QtoolError, match="'row-major' is registered already"):
+    taken = type("Taken", (SmoothQuant,), {"name": "w4a16"})
+    with pytest.raises(QtoolError, match=r"registered already, by qtool\.schemes\.w4a16; choose"):
+        qtool.register_scheme(taken)
+    with pytest.raises(QtoolError, match="'row-major' is registered already; choose"):
         qtool.register_layout(DigitLayout(name="row-major", n="n", k="k", order="n, k"))
     with pytest.raises(QtoolError, match="Llama covers model_type 'llama' already"):
         qtool.register_family(dataclasses.replace(FAMILIES[0], name="Mine"))
