@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from qtool import plugins
 from qtool.errors import QtoolError, in_one_line
@@ -182,6 +183,7 @@ def _from_pretrained(
         }
         if source is None:
             config = config_of(path)
+            _require_quantizer(path, config)
             safely = {"trust_remote_code": False, "use_safetensors": True}  # never a pickle
             found = auto_class(config).from_pretrained(path, **safely, **options)
         else:
@@ -195,6 +197,14 @@ def _from_pretrained(
     if found[1]["missing_keys"]:
         Checkpoint(path)  # an error in its files explains this one better
     return _complete(path, *found)
+
+
+def _require_quantizer(path: Path, config: Any) -> None:
+    """Refuse a quantized model that transformers would load as if it were none, at random."""
+    found = getattr(config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, Mapping) else None
+    if method and method not in {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}:
+        raise QtoolError(f"{path}: it is quantized by {method!r}, which transformers does not load")
 
 
 def _of_tensors(config: Any, tensors: Mapping[str, Tensor], options: dict[str, Any]) -> Any:

@@ -96,6 +96,15 @@ def test_a_loaded_model_is_not_saved_without_its_notice(native: Path, tmp_path: 
         load(native).save_pretrained(tmp_path / "again")
 
 
+def test_a_format_that_transformers_does_not_know_is_named(copy: Path) -> None:
+    """transformers would warn, and give all packed linears random weights."""
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "mine"
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QtoolError, match="quantized by 'mine', which transformers does not load"):
+        load(copy)
+
+
 def test_a_device_map_places_the_model(native: Path) -> None:
     assert torch.equal(logits(load(native, device_map={"": "cpu"})), logits(load(native)))
 
