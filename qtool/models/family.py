@@ -199,13 +199,15 @@ class Family:
     def settings(self, config: Mapping[str, Any]) -> SimpleNamespace:
         """config.json as an object, with defaults for missing keys.
 
-        Missing sizes are those of transformers' class. All sizes of a derived family are those of
-        the model that was built.
+        Missing sizes are those of transformers' class, whose ``attribute_map`` may give keys other
+        names. All sizes of a derived family are those of the model that was built.
         """
         if self.derived:
             return SimpleNamespace(**{**config, **self.defaults})
-        sizes = _class_sizes(str(config.get("model_type")))
-        return SimpleNamespace(**{**sizes, **self.defaults, **config})
+        model_type = str(config.get("model_type"))
+        sizes, keys = _class_sizes(model_type), _class_keys(model_type).items()
+        mapped = {name: config[key] for name, key in keys if key in config}
+        return SimpleNamespace(**{**sizes, **self.defaults, **mapped, **config})
 
     def disk_name(self, name: str) -> str:
         """The name that checkpoints have for the tensor or module ``name``."""
@@ -364,6 +366,16 @@ def _class_sizes(model_type: str) -> dict[str, int]:
     names, of_class = (*REQUIRED, *OPTIONAL, *OF_SOME), CONFIG_MAPPING[model_type]
     found = {name: getattr(of_class, name, None) for name in names}
     return {name: size for name, size in found.items() if isinstance(size, int)}
+
+
+def _class_keys(model_type: str) -> Mapping[str, str]:
+    """Keys of config.json by the names that transformers' class of ``model_type`` has for them."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # loads slowly
+
+    if model_type not in CONFIG_MAPPING:
+        return {}
+    found: Mapping[str, str] = CONFIG_MAPPING[model_type].attribute_map
+    return found
 
 
 def _each(name: str, count: int) -> range:

@@ -339,6 +339,12 @@ def test_a_config_may_leave_out_how_many_experts_a_token_goes_to(
     assert family_of(config).settings(config).num_experts_per_tok == own
 
 
+def test_sizes_may_have_the_keys_that_transformers_class_maps() -> None:
+    config = {"model_type": "gpt2", "n_embd": 96, "n_layer": 3, "vocab_size": 61}
+    settings = replace(LLAMA, model_types=("gpt2",)).settings(config)
+    assert (settings.hidden_size, settings.num_hidden_layers) == (96, 3)
+
+
 def test_groups_that_do_not_divide_leave_a_few_linears_in_16_bit() -> None:
     config = tiny_config("gemma4_text").to_dict()
     job = Job.of(config, recipes.load("w4a16"))
