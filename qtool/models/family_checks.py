@@ -17,8 +17,9 @@ def require_sizes(family: Family, settings: SimpleNamespace) -> None:
     """Check that ``settings`` have all sizes in which the family's shapes are declared.
 
     Raises:
-        QtoolError: one is missing, no positive whole number, or larger than any model's; or the
-            parts of a fused linear do not add up to its rows.
+        QtoolError: one is missing, no positive whole number, or larger than any model's; the
+            families of single blocks are none, or contradict themselves; or the parts of a fused
+            linear do not add up to its rows.
     """
     if family.derived:
         return  # transformers built a model of them
@@ -40,6 +41,11 @@ def require_sizes(family: Family, settings: SimpleNamespace) -> None:
             f"config.json: num_hidden_layers is {settings.num_hidden_layers}; at most "
             f"{MOST_BLOCKS} are expected"
         )
+    if family.choose:
+        chosen = {family.choose(settings, block) for block in range(settings.num_hidden_layers)}
+        for own in chosen:
+            plugins.require_returned(family, "choose", own, Family)
+            require_consistent(own)
     words = {w for shape in family.tensors.values() for w in shape.replace("+", " ").split()}
     for word in ("vocab", *sorted(words & dims.keys())):
         if not _positive(dims[word]) or dims[word] > LARGEST_SIZE:

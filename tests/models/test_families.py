@@ -257,6 +257,21 @@ def test_parts_of_a_fused_linear_that_do_not_make_it_up_are_refused(
         require_sizes(mine, settings)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        (None, "^Mine: choose gives NoneType; Family is expected$"),
+        (replace(LLAMA, post_norms=("n",)), "post_norms names 'n', and tensors has no n.weight"),
+    ],
+)
+def test_families_that_blocks_choose_are_checked_too(chosen: Any, said: str) -> None:
+    mine = replace(LLAMA, name="Mine", choose=lambda config, block: chosen if block else LLAMA)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 61}
+    settings = SimpleNamespace(**sizes, intermediate_size=96, num_hidden_layers=2)
+    with pytest.raises(QtoolError, match=said):
+        require_sizes(mine, settings)
+
+
 @pytest.mark.parametrize("variant", ["gemma2", "gemma3_text"])
 def test_post_norms_cannot_be_rotated_through(variant: str, make_model: MakeModel) -> None:
     config = config_of(make_model(variant))
