@@ -999,23 +999,15 @@ def test_a_scheme_that_gptq_cannot_take_has_no_recipe_with_it() -> None:
             qtool.plan("demo", recipe=own | {"rounding": rounding})
 
 
-@pytest.mark.parametrize(
-    ("function", "returns", "said"),
-    [
-        ("tensors", None, "NoneType"),
-        ("tensors", {"scale": 5}, "int for 'scale'; Tensor is expected"),
-        ("weight", None, "NoneType"),
-        ("quantization_config", None, "NoneType"),
-    ],
-)
+@pytest.mark.parametrize("function", ["tensors", "weight", "quantization_config"])
 def test_what_an_export_format_returns_wrongly_is_named(
-    function: str, returns: Any, said: str, make_model: MakeModel, tmp_path: Path
+    function: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
     gptq = EXPORT_FORMATS["gptq"]
-    kind = type("Mine", (type(gptq),), {function: lambda *_: returns})
+    kind = type("Mine", (type(gptq),), {function: lambda *_: None})
     qtool.register_export(kind("mine", "gptq", "a format that returns nothing"))
     native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "w4a16")
-    with pytest.raises(QtoolError, match=f"mine: {function} gives {said}"):
+    with pytest.raises(QtoolError, match=f"mine: {function} gives NoneType"):
         qtool.export(native, "mine")
 
 
