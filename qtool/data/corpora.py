@@ -144,7 +144,9 @@ def joined(documents: Iterable[str], between: str = BLANK_LINE) -> str:
 
 def is_corpus(source: str) -> bool:
     """Whether ``source`` means text (a corpus or a file), not a zero-shot task."""
-    named = source in SOURCES or Path(source).suffix in text_files.ENDINGS or os.sep in source
+    named = (
+        source in SOURCES or Path(source).suffix.lower() in text_files.ENDINGS or os.sep in source
+    )
     return named or os.path.isfile(source)  # isfile takes a name of any length
 
 

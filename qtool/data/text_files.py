@@ -6,6 +6,8 @@
 | .jsonl .json        | one a line: its "text", or the chat of its "messages" and "tools"   |
 | .parquet            | one a row, likewise                                                 |
 | .txt, anything else | the whole file is one                                               |
+
+An ending may be in capitals. Tables of text with other rows (.csv, .tsv) are refused.
 """
 
 import hashlib
@@ -21,6 +23,8 @@ from qtool.errors import QtoolError, refuse_pipe
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 #: endings by which a name is taken to be a file's
 ENDINGS = {".raw", ".jsonl", ".json", ".parquet", ".txt", ".utf8", ".md", *COMPRESSION}
+#: endings of tables, whose separators and other columns are no text
+TABLES = {".csv", ".tsv"}
 #: the key of a row's content, and the type of the content: a document or a chat
 COLUMNS = {"text": str, "messages": list}
 #: the key of what may be beside a chat
@@ -34,7 +38,7 @@ def read(path: Path, part: tuple[int, int | None] = (0, None)) -> list[str]:
 
     Raises:
         QtoolError: the file is missing, is a directory, is empty, is not UTF-8, lacks "text" or
-            holds chats.
+            holds chats, or is a .csv or .tsv.
     """
     found = rows(path, part)
     if not all(isinstance(row, str) for row in found):
@@ -88,15 +92,24 @@ def sha256(path: Path) -> str:
 
 
 def _ending(path: Path) -> str:
-    """The ending of the file's name, without that of its compression."""
-    return Path(path.stem).suffix if path.suffix in COMPRESSION else path.suffix
+    """The ending of the file's name in small letters, without that of its compression."""
+    return (Path(path.stem) if _compression(path) else path).suffix.lower()
+
+
+def _compression(path: Path) -> str | None:
+    return COMPRESSION.get(path.suffix.lower())
 
 
 def _rows(path: Path) -> Iterator[Row]:
     ending = _ending(path)
     if ending == ".parquet":
         return _parquet(path)
-    return _lines_or_whole(path, ending, COMPRESSION.get(path.suffix))
+    if ending in TABLES:
+        raise QtoolError(
+            f"{path} is a table, expected a text, or a .jsonl or .parquet file with documents under"
+            ' "text"'
+        )
+    return _lines_or_whole(path, ending, _compression(path))
 
 
 def _lines_or_whole(path: Path, ending: str, compression: str | None) -> Iterator[Row]:
@@ -129,7 +142,8 @@ def _row_of(line: str, path: Path, number: int) -> Row:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise QtoolError(
-            f"{path} line {number} is not JSON: {error.msg} at column {error.colno}"
+            f"{path} line {number} is not JSON: {error.msg.removesuffix(' at')} at column"
+            f" {error.colno}"
         ) from None
     except (ValueError, RecursionError) as error:  # also for thousands of digits or brackets
         raise QtoolError(f"{path} line {number} cannot be read: {error}") from None

@@ -5,6 +5,7 @@ for each mistake.
 import gzip
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow
@@ -43,7 +44,9 @@ def test_every_format_gives_the_same_documents(tmp_path):
         tmp_path / "a.jsonl.zst",
         pyarrow.compress(jsonl(TEXTS).encode(), codec="zstd", asbytes=True),
     )
-    for name in ("a.parquet", "a.jsonl", "a.json.gz", "a.jsonl.zst"):
+    shutil.copy(tmp_path / "a.parquet", tmp_path / "B.PARQUET")
+    shutil.copy(tmp_path / "a.json.gz", tmp_path / "B.JSON.GZ")
+    for name in ("a.parquet", "a.jsonl", "a.json.gz", "a.jsonl.zst", "B.PARQUET", "B.JSON.GZ"):
         corpus = corpora.load(str(tmp_path / name), split="train")
         assert corpus.documents == TEXTS
         assert corpus.sha256 == hashlib.sha256("\n\n".join(TEXTS).encode()).hexdigest()
@@ -139,10 +142,12 @@ def test_offline_is_one_sentence(tmp_path, monkeypatch, name):
         ("a.jsonl", '{"text": null}\n', 'line 1 has "text" of type NoneType, expected'),
         ("a.jsonl", '{"messages": "hi"}\n', 'line 1 has "messages" of type str, expected'),
         ("a.jsonl", '{"text": "a"\n', "line 1 is not JSON"),
+        ("a.jsonl", '{"text": "a\n', "line 1 is not JSON: Invalid control character at column"),
         ("a.jsonl", '{"text": "a", "id": ' + "1" * 5000 + "}", "line 1 cannot be read: .*digits"),
         ("a.jsonl", "[" * 100_000, "line 1 cannot be read: maximum recursion depth"),
         ("a.parquet", "PAR0", "not a parquet file"),
         ("a.json.gz", "plain", "cannot be read"),
+        ("a.csv", "id,text\n1,a\n", "is a table, expected a text, or a .jsonl"),
     ],
 )
 def test_bad_files(tmp_path, file, content, message):
