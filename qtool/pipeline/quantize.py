@@ -281,7 +281,11 @@ def _identity(
     """Facts that must be equal for a run to be resumed: all that determines its bytes."""
     return {
         "source model": source.fingerprint(),
-        "recipe": job.format.to_dict() | _methods(job) | _stored(job),
+        # a refusal names the first difference: first what a user gives, then what follows from it
+        "recipe": {"scheme": job.format.scheme}
+        | _methods(job)
+        | job.format.to_dict()
+        | _stored(job),
         "calibration data": dict(calibration.facts),
         "device": device.type,
         "qtool version": qtool.__version__,

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -328,6 +329,28 @@ def test_a_changed_recipe_is_refused_and_the_difference_named(source: Path, tmp_
     changed = RECIPE | {"transforms": [{"smooth": {"steps": 2}}]}
     with pytest.raises(QtoolError, match=r"another recipe \(methods\[0\].smooth.steps: 1, now 2\)"):
         run(source, tmp_path / "out", changed, resume=True)
+
+
+@pytest.mark.usefixtures("partial")
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        (("w4a8-lqq", "best"), 'variant: "custom", now "best"'),
+        (("w4a8-qoq", "paper"), 'scheme: "w4a8-lqq", now "w4a8-qoq"'),
+    ],
+)
+def test_another_recipe_is_refused_by_what_the_user_named(
+    name: tuple[str, str], what: str, source: Path, tmp_path: Path
+) -> None:
+    calibration = Calibration(list(TOKENS.split(2)), {"text": "numbers"})
+    with pytest.raises(QtoolError, match=re.escape(f"another recipe ({what})")):
+        quantize(
+            Checkpoint(source),
+            recipes.load(*name),
+            tmp_path / "out",
+            calibration=calibration,
+            resume=True,
+        )
 
 
 @pytest.mark.usefixtures("partial")
