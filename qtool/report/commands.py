@@ -32,18 +32,19 @@ def commands(report: Report) -> list[str]:
     if not report.methods:
         return [verify]
     base = shlex.quote(report.baseline) if report.baseline else _model(source)
+    quantized = base if report.is_source else _model(source)
     return [
-        f"{_quantize(report, base)} --out {directory}",
+        f"{_quantize(report, quantized)} --out {directory}",
         verify,
         *(evaluations(report.quality, directory, base) or [evaluation(TASKS, directory, base)]),
         f"qtool report {directory} --compare {base}",
     ]
 
 
-def _quantize(report: Report, base: str) -> str:
-    """The command that quantizes ``base`` again, but for ``--out``."""
+def _quantize(report: Report, model: str) -> str:
+    """The command that quantizes ``model`` again, but for ``--out``."""
     record, quantization, file = report.provenance, report.quantization, recipe_file(report)
-    found = f"qtool quantize {base} --scheme {quantization['scheme']} --recipe "
+    found = f"qtool quantize {model} --scheme {quantization['scheme']} --recipe "
     found += RECIPE if file else record["recipe"]["variant"]
     calibration = record.get("calibration") or {}
     for key in ("text", "samples", "seqlen", "seed", "windows"):

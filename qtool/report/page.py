@@ -92,14 +92,18 @@ def title(report: Report) -> str:
 
 
 def verdict(report: Report) -> list[tuple[str, bool]]:
-    """The most important findings, each with whether it is good; a failed check comes first."""
+    """The most important findings, each with whether it is good; a failed check comes first.
+
+    A change from another model than the source names it.
+    """
     whole = total(report.sizes)
+    other = "" if report.is_source else f" from {report.baseline}"
     changes: dict[str, str] = {}  # the latest for equal options
     for q in report.quality:
         if q.change and q.change.is_log:
-            changes[q.title] = f"{q.change.ratio - 1:+.1%} perplexity ({q.title})"
+            changes[q.title] = f"{q.change.ratio - 1:+.1%} perplexity{other} ({q.title})"
         elif q.change and q.metric == "acc":
-            changes[q.title] = f"{100 * q.change.change:+.1f} points ({q.title})"
+            changes[q.title] = f"{100 * q.change.change:+.1f} points{other} ({q.title})"
     size = f"{times(2 * whole.weights, whole.nbytes)} than 16 bits"
     found = [(finding, True) for finding in (size, *changes.values())]
     bad = sum(len(check.problems) for check in report.checks)

@@ -177,6 +177,16 @@ def test_a_baseline_that_is_not_the_source_is_told(base, quantized, make_model, 
     )
 
 
+def test_a_baseline_that_is_not_the_source_is_not_what_was_quantized(base, quantized, tmp_path):
+    """It may be another quantized checkpoint, which no command quantizes."""
+    other = shutil.copytree(quantized, tmp_path / "other")  # of the same identity
+    saved.save(quantized, answer(saved.identity(quantized), 0.5))
+    compared = collect(quantized, str(other), "cpu")
+    first, _, third, _ = report_commands.commands(compared)
+    assert first.startswith(f"qtool quantize {base.name} ") and f"--compare {other}" in third
+    assert f"+0.0 points from {other} (t)" in [text for text, _ in verdict(compared)]
+
+
 def test_a_hostile_record_is_text(quantized):
     directory = quantized
     record = json.loads((directory / "qtool.json").read_text())
