@@ -134,7 +134,7 @@ GROUP = click.option(
     "--group-size", help="Input channels per group, or 'channel'; the recipe's by default."
 )
 TARGET = click.option(
-    "--target", help="A GPU (a100, l40s, h200, ...): choose the granularity it can afford."
+    "--target", help="A GPU (a100, l40s, h200, ...): choose the granularity and the layout for it."
 )
 BLOCKS = click.option(
     "--max-8bit-blocks", type=NOT_NEGATIVE, help="w4ax-fmpq: most 8-bit blocks per layer."

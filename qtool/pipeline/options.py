@@ -35,7 +35,8 @@ class RecipeOverrides:
     """Choices that replace a recipe's own; None leaves the recipe's.
 
     Attributes:
-        target: a GPU (``a100``, ``l40s``, ``h200``, ...), which decides the granularity.
+        target: a GPU (``a100``, ``l40s``, ``h200``, ...), which decides the granularity and,
+            of QoQ, the layout.
         group_size: input channels a group, or ``"channel"``.
         layout: packed layout of every quantized layer.
         kv: KV-cache quantizer: ``kv8``, ``kv4`` or ``kv4-channel``.
@@ -70,9 +71,9 @@ class RecipeOverrides:
             QtoolError: an unknown scheme, variant, GPU or KV quantizer, a recipe that does not
                 read or quantizes nothing, or a group size that is no number.
         """
-        reason = ""
+        reason, layout = "", None
         if self.target is not None:
-            scheme, reason = granularity(scheme, self.target)
+            scheme, reason, layout = granularity(scheme, self.target)
         elif scheme == "w4a4" and recipe in (None, *recipes.VARIANTS):
             raise QtoolError(
                 "w4a4 comes in two granularities: write w4a4-g128 or w4a4-mix, or name the GPU"
@@ -82,7 +83,11 @@ class RecipeOverrides:
             chosen = recipes.load(scheme, default="paper" if calibrated else "fast")
         else:
             chosen = _recipe(scheme, recipe)
-        chosen = self._applied(replace(chosen, reason=reason) if reason else chosen)
+        if reason:
+            chosen = replace(chosen, reason=reason)
+        if layout is not None:
+            chosen = chosen.with_layout(layout)
+        chosen = self._applied(chosen)
         if chosen.kv is not None:
             require_kv(chosen.kv)
         elif all(rule.scheme is None for rule in chosen.layers):
@@ -208,8 +213,10 @@ class QuantizeKeywords(TypedDict, total=False):
     adapter: str | PathLike[str] | None
 
 
-def granularity(scheme: str | None, target: str) -> tuple[str, str]:
-    """The scheme whose granularity suits the GPU ``target``, and the reason.
+def granularity(scheme: str | None, target: str) -> tuple[str, str, str | None]:
+    """The scheme whose granularity suits the GPU ``target``, the reason, and the GPU's layout.
+
+    The layout is None where the recipe's holds.
 
     The rules are those of APEX4 section 3.2.2 and QServe section 5.3.
 
@@ -218,10 +225,10 @@ def granularity(scheme: str | None, target: str) -> tuple[str, str]:
     """
     if scheme in ("w4a4", "w4a4-g128", "w4a4-mix"):
         choice = hardware.choose_w4a4(hardware.gpu(target))
-        return f"w4a4-{choice.choice}", choice.reason
+        return f"w4a4-{choice.choice}", choice.reason, choice.layout
     if scheme in ("w4a8-qoq", "w4a8-qoq-g128"):
         choice = hardware.choose_qoq(hardware.gpu(target))
-        return choice.choice, choice.reason
+        return choice.choice, choice.reason, choice.layout
     found = (
         "pass --scheme with one of them" if scheme is None else f"{scheme} has one for every GPU"
     )

@@ -238,6 +238,14 @@ def test_a_gpu_chooses_the_granularity() -> None:
     assert RecipeOverrides(target="a100").recipe("w4a4").scheme == "w4a4-mix"
     assert RecipeOverrides(target="rtx3090").recipe("w4a4-mix").scheme == "w4a4-g128"
     assert RecipeOverrides(target="a100").recipe("w4a8-qoq-g128").scheme == "w4a8-qoq"
+    for target, layout in (
+        ("a100", "compute-aware"),
+        ("b200", "compute-aware"),
+        ("h200", "dual-mma"),
+    ):
+        assert RecipeOverrides(target=target).recipe("w4a8-qoq").layers[0].layout == layout
+    named = RecipeOverrides(target="a100", layout="row-major").recipe("w4a8-qoq")
+    assert named.layers[0].layout == "row-major"
     chosen = RecipeOverrides(target="l40s").recipe("w4a8-qoq")
     assert chosen.scheme == "w4a8-qoq-g128" and "l40s" in chosen.reason
     with pytest.raises(QtoolError, match="has one for every GPU"):
