@@ -418,9 +418,12 @@ def evaluate(
 
     require_model(model)
     plugins.require_keywords(options, TaskKeywords)
-    if tokenizer is None or compare is not None or engine is not None:
+    if tokenizer is None:
+        raise QtoolError("a model in memory is evaluated with its tokenizer: pass tokenizer=")
+    if compare is not None or engine is not None:
         raise QtoolError(
-            "a model in memory is evaluated with its tokenizer, without a baseline or an engine"
+            "a model in memory is evaluated without an engine and without a baseline: evaluate the"
+            " baseline alone, and take their difference by qtool.eval.compare.compare"
         )
     require_tokenizer(tokenizer)
     return evaluate_loaded(names, model, tokenizer, **options), None

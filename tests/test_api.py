@@ -351,6 +351,15 @@ def test_numbers_may_be_numpys(tmp_path: Path) -> None:
     qtool.export(made, "compressed-tensors", tensor_parallel=two)  # type: ignore[arg-type]
 
 
+def test_what_a_model_in_memory_is_evaluated_with(make_model: MakeModel) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_model())
+    with pytest.raises(QtoolError, match=r"with its tokenizer: pass tokenizer=$"):
+        qtool.evaluate("demo", model)
+    tokenizer = qtool.load_tokenizer("demo")
+    with pytest.raises(QtoolError, match=r"baseline alone, .* by qtool.eval.compare.compare$"):
+        qtool.evaluate("demo", model, "demo", tokenizer=tokenizer)
+
+
 def test_a_plan_of_a_directory_and_of_a_model_in_memory(make_model: MakeModel) -> None:
     source = make_model(dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(source)
