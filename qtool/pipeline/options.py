@@ -36,7 +36,7 @@ class RecipeOverrides:
 
     Attributes:
         target: a GPU (``a100``, ``l40s``, ``h200``, ...), which decides the granularity and,
-            of QoQ, the layout.
+            of W4A8, the layout.
         group_size: input channels a group, or ``"channel"``.
         layout: packed layout of every quantized layer.
         kv: KV-cache quantizer: ``kv8``, ``kv4`` or ``kv4-channel``.
@@ -216,12 +216,12 @@ class QuantizeKeywords(TypedDict, total=False):
 def granularity(scheme: str | None, target: str) -> tuple[str, str, str | None]:
     """The scheme whose granularity suits the GPU ``target``, the reason, and the GPU's layout.
 
-    The layout is None where the recipe's holds.
+    The layout is None where the recipe's holds; ``w4a8-lqq`` has a layout to choose alone.
 
     The rules are those of APEX4 section 3.2.2 and QServe section 5.3.
 
     Raises:
-        QtoolError: an unknown GPU, or a scheme that has no granularity to choose.
+        QtoolError: an unknown GPU, or a scheme for which nothing is chosen.
     """
     if scheme in ("w4a4", "w4a4-g128", "w4a4-mix"):
         choice = hardware.choose_w4a4(hardware.gpu(target))
@@ -229,10 +229,13 @@ def granularity(scheme: str | None, target: str) -> tuple[str, str, str | None]:
     if scheme in ("w4a8-qoq", "w4a8-qoq-g128"):
         choice = hardware.choose_qoq(hardware.gpu(target))
         return choice.choice, choice.reason, choice.layout
+    if scheme == "w4a8-lqq":
+        layout = hardware.gpu(target).w4a8
+        return scheme, f"the W4A8 kernel for {target} reads {layout}", layout
     found = (
-        "pass --scheme with one of them" if scheme is None else f"{scheme} has one for every GPU"
+        "pass --scheme with one of them" if scheme is None else f"{scheme} is alike on every GPU"
     )
-    raise QtoolError(f"--target chooses between granularities of w4a4 and w4a8-qoq; {found}")
+    raise QtoolError(f"--target chooses for w4a4, w4a8-qoq and w4a8-lqq; {found}")
 
 
 def _recipe(scheme: str | None, recipe: str | PathLike[str] | Mapping[str, Any] | Recipe) -> Recipe:

@@ -243,14 +243,15 @@ def test_a_gpu_chooses_the_granularity() -> None:
         ("b200", "compute-aware"),
         ("h200", "dual-mma"),
     ):
-        assert RecipeOverrides(target=target).recipe("w4a8-qoq").layers[0].layout == layout
+        for scheme in ("w4a8-qoq", "w4a8-lqq"):
+            assert RecipeOverrides(target=target).recipe(scheme).layers[0].layout == layout
     named = RecipeOverrides(target="a100", layout="row-major").recipe("w4a8-qoq")
     assert named.layers[0].layout == "row-major"
     chosen = RecipeOverrides(target="l40s").recipe("w4a8-qoq")
     assert chosen.scheme == "w4a8-qoq-g128" and "l40s" in chosen.reason
-    with pytest.raises(QtoolError, match="has one for every GPU"):
+    with pytest.raises(QtoolError, match="w8a8 is alike on every GPU"):
         RecipeOverrides(target="a100").recipe("w8a8")
-    with pytest.raises(QtoolError, match="w4a4 and w4a8-qoq; pass --scheme with one of them"):
+    with pytest.raises(QtoolError, match="w4a8-qoq and w4a8-lqq; pass --scheme with one of them"):
         RecipeOverrides(target="a100").recipe(None)
     with pytest.raises(QtoolError, match="did you mean l40s"):
         RecipeOverrides(target="l4os").recipe("w4a4")
