@@ -47,6 +47,7 @@ from qtool.calibration.stacking import (
 from qtool.calibration.statistics import Inputs, collect, own_subset
 from qtool.calibration.transforms.balance import balancing_factors, channels_apart
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head, require_groups
+from qtool.calibration.transforms.shift import shift_norms, shifted
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.models.parts import Fold, LinearGroup
@@ -70,6 +71,7 @@ class Smooth(Transform):
         alpha: SmoothQuant's migration strength, 0 to 1, used without a search; None searches.
         steps: grid steps in alpha and in beta, each from 0 to 1.
         balance: first choose the factors of channels that are far larger in the inputs than others.
+        shift: before that, shift the outputs of norms to zero mean (:mod:`.shift`).
         tokens: size of the random sample of inputs on which the error is measured, from the first
             65,536 tokens.
         seed: seed of the random sample.
@@ -79,6 +81,7 @@ class Smooth(Transform):
     alpha: float | None = None
     steps: int = 5
     balance: bool = False
+    shift: bool = False
     tokens: int = 512
     seed: int = 0
 
@@ -98,6 +101,8 @@ class Smooth(Transform):
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         chosen = self._groups(block)
         few = own_subset(batches, tokens=MOST_TOKENS)
+        if self.shift:
+            shift_norms(block, few, self.seed)
         inputs = collect(block, few, [group.linears[0] for group in chosen], self.tokens, self.seed)
         judged = [
             group
@@ -131,7 +136,10 @@ class Smooth(Transform):
         candidates = len(self.grid()) + 1
         names = {name for group in self._groups(block) for name in group.linears}
         weights = candidates * sum(prod(block.quantized[n]) for n in names & block.quantized.keys())
-        return super().work(block) * min(1.0, MOST_TOKENS / max(1, block.tokens)) + Work(
+        looks = min(1.0, MOST_TOKENS / max(1, block.tokens))
+        if self.shift and shifted(block.family, block.family.block_shapes(block.config)):
+            looks *= 2
+        return super().work(block) * looks + Work(
             search_weights=weights,
             search_flops=2 * self.tokens * weights,
             search_tries=candidates * sum(turns for turns, _ in self._searches(block)),
