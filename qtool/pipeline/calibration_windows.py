@@ -204,8 +204,8 @@ class Windows:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         ranks.log(
-            f"{len(ids)} window{'s' * (len(ids) != 1)}, of each {need.length} tokens the first "
-            f"{need.given} of the text and the rest by the model{need.how} "
+            f"{len(ids)} window{'s' * (len(ids) != 1)} of {ids.shape[1]} tokens, of each "
+            f"{need.length} the first {need.given} of the text and the rest by the model{need.how} "
             f"({time.monotonic() - began:.0f} s)"
         )
         return pieces.reshape(ids.shape)
