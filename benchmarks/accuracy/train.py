@@ -187,7 +187,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "starcoder2": {"intermediate_size": 1024},
     }.items()
 }
-del FAMILIES["falcon"]["head_dim"]  # its config computes it
+for name in ("deepseek_v3", "falcon"):
+    del FAMILIES[name]["head_dim"]  # their configs compute it
 SHAPES |= FAMILIES
 
 

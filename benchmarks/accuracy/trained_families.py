@@ -4,17 +4,17 @@
     python benchmarks/accuracy/trained_families.py --tokens TOKENS --work WORK [--write]
 
 The models (``train.py``'s ``FAMILIES``) are trained at once, each in a process of its own, and then
-quantized by ``paper`` and ``best``, with the end of the training text for calibration. The table
-has the KL divergence from full precision on the held-out text, in 1/1000 nats a token. --write
-keeps it in benchmarks/results/trained-families.json.
+quantized by ``paper`` and ``best``, with the end of the training text for calibration. A row has
+the KL divergence from full precision on the held-out text, in 1/1000 nats a token. --write keeps
+the rows in benchmarks/results/trained-families.json.
 """
 
 import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,7 +28,6 @@ from train import FAMILIES
 import qtool
 from qtool.bench.stored import store
 from qtool.eval.results import standard_error
-from qtool.table import markdown
 
 RESULTS = Path(__file__).parents[1] / "results" / "trained-families.json"
 RECIPES = "paper", "best"
@@ -69,30 +68,42 @@ def measured(family: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"family": family} | row
 
 
-def in_processes(arguments: argparse.Namespace, families: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of all ``families``: each is trained and then measured by a process of its own."""
+def in_processes(
+    arguments: argparse.Namespace, families: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """The row of each of ``families`` once it is measured; one that fails is named.
+
+    All are trained at once, and then all are measured at once, each in a process of its own.
+    """
     accuracy = Path(__file__).parent
 
-    def call(log: str, *command: object) -> None:
-        with (arguments.work / f"{log}.log").open("w") as file:
+    def call(log: Path, *command: object) -> None:
+        with log.open("w") as file:
             run = [sys.executable, *map(str, command)]
             subprocess.run(run, stdout=file, stderr=subprocess.STDOUT, check=True)
 
-    def trained(family: str) -> None:
+    def train(family: str) -> None:
         options = f"--minutes {arguments.minutes} --windows {arguments.windows} --no-compile"
         options += f" --device {arguments.device} --tokens"
-        place = arguments.work / family
-        call(f"train-{family}", accuracy / "train.py", family, place, *options.split(),
-             arguments.tokens)  # fmt: skip
+        place, log = arguments.work / family, arguments.work / f"train-{family}.log"
+        call(log, accuracy / "train.py", family, place, *options.split(), arguments.tokens)
 
     def row(family: str) -> dict[str, Any]:
-        call(family, __file__, *sys.argv[1:], "--only", family)
+        call(arguments.work / f"{family}.log", __file__, *sys.argv[1:], "--only", family)
         return dict(json.loads((arguments.work / f"{family}.json").read_text()))
 
     arguments.work.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(len(families)) as pool:
-        list(pool.map(trained, families))
-        return list(pool.map(row, families))
+        trained = {family: pool.submit(train, family) for family in families}
+        wait(trained.values())
+        running = {pool.submit(row, f): f for f, done in trained.items() if not done.exception()}
+        for ended in as_completed(running):
+            if not ended.exception():
+                yield ended.result()
+        measured = [family for ended, family in running.items() if not ended.exception()]
+    for family in families:
+        if family not in measured:
+            print(f"{family} failed, see its logs in {arguments.work}")
 
 
 def cells(row: dict[str, Any], schemes: Sequence[str]) -> list[str]:
@@ -125,15 +136,17 @@ def main() -> None:
         row = measured(arguments.only, arguments)
         (arguments.work / f"{arguments.only}.json").write_text(json.dumps(row))
         return
-    rows = in_processes(arguments, arguments.families.split(","))
+    rows: list[dict[str, Any]] = []
     schemes = arguments.schemes.split(",")
-    table = {
-        "head": ["model_type", "parameters, M", "held-out loss, nats", *schemes],
-        "rows": [cells(row, schemes) for row in rows],
-    }
-    print(markdown(table["head"], table["rows"]))
-    if arguments.write:
-        store(RESULTS, table | {"measured": rows}, device=arguments.device)
+    for row in in_processes(arguments, arguments.families.split(",")):
+        print(*cells(row, schemes), flush=True)
+        rows = sorted([*rows, row], key=lambda row: str(row["family"]))
+        table = {
+            "head": ["model_type", "parameters, M", "held-out loss, nats", *schemes],
+            "rows": [cells(row, schemes) for row in rows],
+        }
+        if arguments.write:
+            store(RESULTS, table | {"measured": rows}, device=arguments.device)
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ SCRIPTS: dict[str, Case] = {
     "accuracy/trained_families.py": Case(
         "--tokens {tmp} --work {tmp}/work --families qwen3 --schemes w8a8 --minutes 0 --windows 2 "
         "--samples 1 --seqlen 16 --limit 1 --device cpu",
-        r"^\| `qwen3` \| 5\.\d \| ",
+        r"^`qwen3` 5\.\d \S+ \S+ / \S+ \(",
         before=random_tokens,
     ),
     "accuracy/windows.py": Case(
