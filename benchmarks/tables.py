@@ -395,6 +395,7 @@ TABLES: dict[str, Callable[[], str]] = {
             "quantize-autoround",
             "step-profile",
             "tasks",
+            "trained-families",
             "windows",
         )
     },
