@@ -5,13 +5,14 @@
 | ``"wikitext2"``, a name of :mod:`corpora` | the corpus's ``train`` text                     |
 | a path (``.txt .jsonl .parquet`` ...)     | its documents, or chats under ``messages``      |
 | ``["a text", ...]``                       | documents                                       |
+| ``[{"text": ...}, ...]``                  | documents, or chats under ``messages``          |
 | ``[[1, 2, ...], ...]``, 1-D or 2-D tensor | token ids                                       |
 | ``datasets.Dataset``                      | documents (``text``) or chats (``messages``)    |
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
     import datasets
 
 CalibrationInput: TypeAlias = (
-    "str | Path | Sequence[str] | Sequence[Sequence[int]] | Tensor | datasets.Dataset"
+    "str | Path | Sequence[str] | Sequence[Mapping[str, Any]] | Sequence[Sequence[int]] | Tensor"
+    " | datasets.Dataset"
 )
 ACCEPTED = (
-    "a corpus, a file, a list of texts, token ids, or a datasets.Dataset with text or messages"
+    "a corpus, a file, a list of texts, token ids, or rows with text or messages (a list of dicts, "
+    "or a datasets.Dataset)"
 )
 
 
@@ -82,6 +85,9 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
     given = plain(given)
     if all(isinstance(text, str) for text in given):
         return _documents(TEXTS, list(given))  # type: ignore[arg-type]
+    if all(isinstance(row, dict) for row in given):
+        numbered = ((f"calibration data: row {n + 1}", row) for n, row in enumerate(given))
+        return _documents(TEXTS, [text_files.content_of(row, name) for name, row in numbered])
     if all(type(number) is int for number in given):
         return _token_ids(_tensor(given))
     if all(isinstance(row, Sequence) and not isinstance(row, str) for row in given):

@@ -1,9 +1,11 @@
 """Calibration windows: token ids of a text, cut into pieces of one length.
 
-The documents are joined by blank lines, tokenized at once and cut into consecutive windows of
-``seqlen`` tokens. ``samples`` of these windows are drawn with a seed, without replacement. The same
+The documents are joined by blank lines, tokenized and cut into consecutive windows of ``seqlen``
+tokens. ``samples`` of these windows are drawn with a seed, without replacement. The same
 text, tokenizer and seed give the same tokens.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -11,20 +13,40 @@ from transformers import PreTrainedTokenizerBase
 
 from qtool.errors import QtoolError
 
+#: most characters that are tokenized at once: a tokenizer takes some 500 bytes for each token
+AT_ONCE = 1 << 25
+
 
 def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Tensor:
-    """Token ids ``[tokens]`` of ``text``.
+    """Token ids ``[tokens]`` of ``text``; a long text is tokenized in parts (:data:`AT_ONCE`).
 
     Raises:
         QtoolError: the tokenizer belongs to another model than one of ``vocabulary`` tokens.
     """
-    ids: Tensor = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
+    how = {"return_tensors": "pt", "verbose": False}
+    ids = torch.cat(
+        [
+            tokenizer(part, add_special_tokens=number == 0, **how)["input_ids"][0]
+            for number, part in enumerate(_parts(text))
+        ]
+    )
     if len(ids) and int(ids.max()) >= vocabulary:
         raise QtoolError(
             f"the tokenizer gives id {int(ids.max())}, the model's vocabulary ends at "
             f"{vocabulary - 1}"
         )
     return ids
+
+
+def _parts(text: str) -> Iterator[str]:
+    """``text`` in parts of at most :data:`AT_ONCE` characters, cut behind blank lines if it can."""
+    start = 0
+    while len(text) - start > AT_ONCE:
+        blank = text.rfind("\n\n", start, start + AT_ONCE)
+        stop = start + AT_ONCE if blank < 0 else blank + 2
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
 
 
 def cut(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from qtool.data import corpora
+from qtool.data import corpora, windows
 from qtool.data.calibration_input import Documents, TokenIds, parse
 from qtool.data.chat import render
 from qtool.data.windows import cut, token_ids
@@ -87,6 +87,36 @@ def test_windows_are_those_of_the_text(tokenizer: Any) -> None:
     assert torch.equal(cut(ids, **asked), found)
     rows = ids[: len(ids) // 64 * 64].view(-1, 64)  # cut row by row
     assert torch.equal(cut(rows, **asked | {"samples": 999}), rows.reshape(-1, 32))
+
+
+def test_a_long_text_is_tokenized_in_parts(tokenizer: Any, monkeypatch: Any) -> None:
+    """Cut behind blank lines it has the same tokens, and special ones at its beginning alone."""
+    text = corpora.load("demo", split="train").documents[0][:40_000]
+    whole = token_ids(text, tokenizer, len(tokenizer))
+    seen: list[tuple[str, bool]] = []
+
+    def noting(part: str, *, add_special_tokens: bool, **how: Any) -> Any:
+        seen.append((part, add_special_tokens))
+        return tokenizer(part, add_special_tokens=add_special_tokens, **how)
+
+    monkeypatch.setattr(windows, "AT_ONCE", 4000)
+    assert torch.equal(token_ids(text, noting, len(tokenizer)), whole)  # type: ignore[arg-type]
+    parts = [part for part, _ in seen]
+    assert "".join(parts) == text and max(map(len, parts)) <= 4000 and len(parts) > 9
+    assert all(part.endswith("\n\n") for part in parts[:-1])
+    assert [special for _, special in seen] == [True] + [False] * (len(parts) - 1)
+    line = "a" * 9000  # has no blank line to be cut behind
+    assert tokenizer.decode(token_ids(line, tokenizer, len(tokenizer))) == line
+
+
+def test_rows_of_a_list_are_a_files(tokenizer: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    rows: list[Any] = [{"text": "one", "id": 3}, {"messages": CHATS[0]}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert documents(rows, tokenizer) == documents(path, tokenizer)
+    with pytest.raises(QtoolError, match=r"^calibration data: row 2 has the keys body, expected"):
+        parse([rows[0], {"body": "two"}])
 
 
 def test_chats_need_a_template(tokenizer: Any, monkeypatch: Any) -> None:
