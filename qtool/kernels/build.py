@@ -8,6 +8,7 @@ user's cache directory holds the entries.
 
 import hashlib
 import io
+import logging
 import os
 import re
 import tempfile
@@ -19,7 +20,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, expand_home
+
+log = logging.getLogger(__name__)
 
 SOURCES = resources.files("qtool.kernels") / "csrc"
 FLAGS: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"]}
@@ -149,12 +152,15 @@ def compile_source(name: str, prologue: str, defines: Mapping[str, int], arch: s
 def cache_dir() -> Path:
     """The directory of compiled kernels."""
     if configured := os.environ.get("QTOOL_CACHE_DIR"):
-        return Path(configured) / "kernels"
+        return expand_home(configured) / "kernels"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qtool" / "kernels"
 
 
 def cubin(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> bytes:
-    """Machine code of a kernel, from the cache or compiled and put there."""
+    """Machine code of a kernel, from the cache or compiled and put there.
+
+    A cache that cannot be written keeps nothing, which the log says once.
+    """
     version = toolchain()[2]
     key = (
         name,
@@ -168,9 +174,17 @@ def cubin(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> by
     path = cache_dir() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.cubin"
     try:
         return path.read_bytes()
-    except FileNotFoundError:
-        pass
-    code = compile_source(name, prologue, defines, arch).cubin
+    except OSError:
+        code = compile_source(name, prologue, defines, arch).cubin
+    try:
+        _keep(path, code)
+    except OSError as error:
+        _say_not_kept(cache_dir(), error.strerror)
+    return code
+
+
+def _keep(path: Path, code: bytes) -> None:
+    """Write ``code`` to ``path``, which appears at once; other processes may do the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
@@ -182,7 +196,16 @@ def cubin(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> by
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return code
+
+
+@lru_cache(maxsize=1)
+def _say_not_kept(directory: Path, reason: str | None) -> None:
+    log.warning(
+        "compiled kernels are not kept in %s (%s), and compiled anew by each process: the variable "
+        "QTOOL_CACHE_DIR names another place",
+        directory,
+        reason,
+    )
 
 
 def compile_all(sources: Iterable[Source], arch: str) -> None:

@@ -79,6 +79,21 @@ def test_all_are_compiled_into_the_cache_once(
     assert build.cubin(*half, "sm_90a") != build.cubin(*brain, "sm_90a")
 
 
+def test_a_cache_that_cannot_be_written_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as that of a container without a home directory; the kernels run all the same."""
+    (tmp_path / "home").write_text("a file")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("QTOOL_CACHE_DIR", "~/home")
+    build._say_not_kept.cache_clear()
+    for dtype in (torch.float16, torch.bfloat16):
+        source = combine.definition(dtype)
+        assert build.cubin(*source, "sm_90a") == build.compile_source(*source, "sm_90a").cubin
+    (said,) = caplog.messages
+    assert said.startswith(f"compiled kernels are not kept in {tmp_path}/home/kernels (Not a dir")
+
+
 def test_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
     with pytest.raises(QtoolError, match=r"pip install 'qtool\[cuda\]'") as error:
