@@ -131,8 +131,9 @@ def fail() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0 or alone, by torchrun's environment."""
-    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+    """Whether this process is rank 0 or alone, by torchrun's environment, or has no valid rank."""
+    rank = os.environ.get("RANK", "0")
+    return os.environ.get("WORLD_SIZE", "1") == "1" or not rank.isdigit() or int(rank) == 0
 
 
 def leave(code: int) -> NoReturn:

@@ -22,7 +22,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.method import Transform
 from qtool.cli import cli, main
-from qtool.distributed import ranks
+from qtool.distributed import ranks, watch
 from qtool.errors import QtoolError
 from qtool.io.model_directory import DEMO
 from tests import forks
@@ -277,3 +277,4 @@ def test_refuses_an_environment_that_no_launcher_makes(
         ranks.process_group("cpu"),
     ):
         pass
+    assert watch.is_first_rank()  # which prints the error
