@@ -682,11 +682,11 @@ def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # 
         refused("no space left on the disk", model)
     assert not (model.parent / "refused.partial").exists()
 
-    def copy(source: Path, target: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
+    def copy(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(main_job.shutil, "copyfile", copy)
-    refused("refused.partial/generation_config.json: No space left on device", model)
+    monkeypatch.setattr(main_job.shutil, "copyfileobj", copy)
+    refused("refused.partial (writing generation_config.json)", model)
 
 
 def test_a_disk_without_locks_is_called_so(refused, make_model: MakeModel, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.eval import saved
 from qtool.eval.engine import Engine, Model, load_in_engine, require_engine
-from qtool.eval.evaluate import LoadedTask, TaskKeywords, load_tasks
+from qtool.eval.evaluate import LoadedTask, TaskKeywords, load_tasks, require_same_tokens
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
 from qtool.io.integrity import read_record
@@ -126,16 +127,16 @@ def evaluate_checkpoints(
 
     Raises:
         QtoolError: an unknown KV quantizer, dtype or format, or one that the model cannot have; a
-            format with ``kv`` or ``save``; an engine that is not installed, or an option that it
-            does not support.
+            format with ``kv`` or ``save``; a text of which the two models' tokenizers give other
+            tokens; an engine that is not installed, or an option that it does not support.
     """
     deterministic = options.get("deterministic", False)
     require_engine(engine, tensor_parallel, kv=kv, as_export=as_export, deterministic=deterministic)
     if dtype is not None:
         dtype = dtype_name(require_dtype("--dtype", dtype))
     store = directory_of(model)
-    for directory in [store] if compare is None else [store, directory_of(compare)]:
-        _require_loadable(directory)
+    tokenizer = _loadable(store)
+    baselines = None if compare is None else _loadable(directory_of(compare))
     if save and store == DEMO:
         raise QtoolError(
             "--save keeps results in the model's directory, and the demo's belongs to the package"
@@ -150,6 +151,8 @@ def evaluate_checkpoints(
                 f"--as-export {as_export} goes without {other}: it is what transformers computes,"
                 " not the native model"
             )
+    if baselines is not None:
+        require_same_tokens(tasks, tokenizer, baselines, options.get("data_dir"))
     settings = _Settings(
         tasks, str(device), dtype, engine, tensor_parallel, store if save else None, options
     )
@@ -157,10 +160,10 @@ def evaluate_checkpoints(
     return results, None if compare is None else settings.results(compare)
 
 
-def _require_loadable(directory: Path) -> None:
-    """Refuse a model without a tokenizer or without safetensors before anything is evaluated."""
+def _loadable(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; one without it or without safetensors is refused at the start."""
     Checkpoint(directory)
-    load_tokenizer(directory)
+    return load_tokenizer(directory)
 
 
 def _calibrated_on(directory: Path) -> set[str]:

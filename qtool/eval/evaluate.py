@@ -23,6 +23,9 @@ from qtool.eval.local_tasks import require_no_task
 from qtool.eval.perplexity import perplexity
 from qtool.eval.results import Metric, Results, TaskResult, batch_means
 
+#: characters of a text by which two tokenizers are compared before models are evaluated
+BEGINNING = 10_000
+
 
 @dataclass(frozen=True)
 class LoadedTask:
@@ -116,6 +119,26 @@ def load_tasks(
             task = _zero_shot_task(name, data_dir, how)
         found.append(replace(task, facts=task.facts | same))
     return found
+
+
+def require_same_tokens(
+    tasks: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    other: PreTrainedTokenizerBase,
+    data_dir: str | Path | None = None,
+) -> None:
+    """Check by the beginning of each text that two tokenizers give it the same tokens.
+
+    Raises:
+        QtoolError: they do not, so that perplexities cannot be compared; or as :func:`load_tasks`.
+    """
+    for name in filter(corpora.is_corpus, tasks):
+        beginning = _corpus(name, data_dir).text[:BEGINNING]
+        first, second = (
+            tokens(beginning, verbose=False)["input_ids"] for tokens in (tokenizer, other)
+        )
+        if first != second:
+            raise QtoolError(f"{name} cannot be compared: the two models' tokenizers differ")
 
 
 def _corpus(name: str, data_dir: str | Path | None) -> corpora.Corpus:

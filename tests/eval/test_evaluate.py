@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from qtool.errors import QtoolError
+from qtool.eval import checkpoints
+from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.eval.compare import compare, table
 from qtool.eval.evaluate import evaluate, load_tasks
 from qtool.eval.results import Metric, Results, TaskResult, batch_means, from_json
+from qtool.runtime.load import load_tokenizer
 
 from .conftest import make_model
 
@@ -158,6 +161,21 @@ def test_token_ids_of_another_tokenizer_are_not_compared(results):
     other = dataclasses.replace(task, details=task.details | {"token_ids": "0"})
     with pytest.raises(QtoolError, match="c4 cannot be compared: token_ids is 0"):
         compare(Results([other]), results)
+
+
+def test_another_tokenizer_is_refused_before_a_model_is_loaded(
+    model, tokenizer, data_dir, tmp_path, monkeypatch
+):
+    first, other = tmp_path / "first", tmp_path / "other"
+    for directory in (first, other):
+        model.save_pretrained(directory)
+    tokenizer.save_pretrained(first)
+    load_tokenizer("demo").save_pretrained(other)
+    monkeypatch.setattr(checkpoints, "load", None)
+    with pytest.raises(QtoolError, match=r"^c4 cannot be compared: .* tokenizers differ$"):
+        evaluate_checkpoints(["c4"], first, other, data_dir=data_dir)
+    with pytest.raises(TypeError, match="not callable"):  # a model would be loaded
+        evaluate_checkpoints(["c4"], first, first, data_dir=data_dir)
 
 
 def test_other_text_is_not_compared(results, model, tokenizer, data_dir):
