@@ -6,7 +6,7 @@ A tensor is read when it is asked for.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,10 @@ class Checkpoint:
     def read(self, name: str, rows: slice | None = None, *, pinned: bool = False) -> Tensor:
         """Tensor ``name`` (or its ``rows``) on the CPU, in its stored dtype."""
         return read(self.entry(name), rows, pinned=pinned)
+
+    def under(self, prefix: str) -> Iterator[str]:
+        """Names of the tensors whose name begins with ``prefix.``."""
+        return (name for name in self.entries if name.startswith(prefix + "."))
 
     def fingerprint(self, recorded: Mapping[str, str] | None = None) -> str:
         """A hash of the config, of the tensors' names, shapes and places, and of the files' times.

@@ -106,5 +106,6 @@ def linears(directory: Path) -> dict[str, QuantLinear]:
 def stored(directory: Path, linear: str) -> dict[str, torch.Tensor]:
     """The tensors of ``linear`` in an exported checkpoint, by their last name."""
     checkpoint = Checkpoint(directory)
-    places = ((name, *name.rpartition(".")) for name in checkpoint.entries)
-    return {part: checkpoint.read(name) for name, owner, _, part in places if owner == linear}
+    return {
+        name.removeprefix(f"{linear}."): checkpoint.read(name) for name in checkpoint.under(linear)
+    }

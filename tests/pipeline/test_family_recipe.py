@@ -110,7 +110,7 @@ def test_what_cannot_rotate_is_smoothed_behind_its_norms(
     assert steps == {
         "norm-fusion": {},
         "rotate": {"learn_steps": 200, "residual": False},
-        "smooth": {"balance": True},
+        "smooth": {"balance": True, "shift": True},
         "online-hadamard": {},
     }
 
