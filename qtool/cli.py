@@ -270,7 +270,8 @@ def _print_checks(rows: Sequence[Any], verbose: bool) -> None:
     good = [row for row in rows if not row.problem]
     for kind in sorted({row.ran for row in good}):
         errors = [row.error for row in good if row.ran == kind]
-        click.echo(f"{len(errors)} linears verified: {kind}; largest distance {max(errors):.1e}")
+        what = f"{len(errors)} linear{'s' * (len(errors) != 1)} verified"
+        click.echo(f"{what}: {kind}; largest distance {max(errors):.1e}")
 
 
 @command(cli, "qtool inspect demo-lqq")

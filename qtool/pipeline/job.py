@@ -158,10 +158,12 @@ class Job(Architecture):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the model's structure and of changes to the recipe."""
-        family = self.family
+        """What a user should know of the model's structure, and why the recipe is what it is."""
+        family, recipe = self.family, self.recipe
+        reasons = [f"{self.format.scheme}: {recipe.reason}"] if recipe.reason else []
+        changes = *reasons, *recipe.adaptations
         if not family.derived:
-            return self.source_notes + self.recipe.adaptations
+            return self.source_notes + changes
         unquantized = {
             name: reason
             for block in self.distinct_blocks
@@ -172,7 +174,7 @@ class Job(Architecture):
             f"no family declares {family.model_types[0]!r}: derived from transformers' own model "
             "(`qtool family` prints it)",
             *(f"in 16 bits: {name}, {reason}" for name, reason in unquantized.items()),
-            *self.recipe.adaptations,
+            *changes,
         )
 
     @property

@@ -80,13 +80,11 @@ def as_text(planned: Plan) -> str:
     if planned.repacked:
         how = f"repacked from {planned.repacked}, code for code"
     cache = f"KV cache in {job.format.kv}, " if job.format.kv else ""
-    reason = job.recipe.reason
     exports, not_exported = _exports(job)
     return "\n".join(
         [
             f"{job.family.name}, {job.blocks} blocks, {job.format.scheme}, {cache}{how}",
             *job.notes,
-            *([f"chosen because {reason}"] if reason else []),
             _table(planned.kinds),
             f"read {bytes_text(planned.source_bytes)}, write {bytes_text(planned.output_bytes)} "
             f"({times(planned.source_bytes, planned.output_bytes)}) in "
