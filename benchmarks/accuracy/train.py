@@ -282,6 +282,7 @@ def train(model: PreTrainedModel, tokens: Tensor, valid: Tensor, arguments: Any)
 
 
 def main() -> None:
+    """Train one model and write it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

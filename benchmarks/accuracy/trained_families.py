@@ -116,6 +116,7 @@ def cells(row: dict[str, Any], schemes: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
+    """Print each row as soon as it is measured, and keep them where --write is given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

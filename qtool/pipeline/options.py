@@ -225,16 +225,14 @@ def granularity(scheme: str | None, target: str) -> tuple[str, str, str | None]:
     """
     if scheme in ("w4a4", "w4a4-g128", "w4a4-mix"):
         choice = hardware.choose_w4a4(hardware.gpu(target))
-        return f"w4a4-{choice.choice}", choice.reason, choice.layout
+        return f"w4a4-{choice.choice}", choice.reason, None
     if scheme in ("w4a8-qoq", "w4a8-qoq-g128"):
-        choice = hardware.choose_qoq(hardware.gpu(target))
-        return choice.choice, choice.reason, choice.layout
+        choice = hardware.choose_qoq(gpu := hardware.gpu(target))
+        return choice.choice, choice.reason, gpu.w4a8_layout
     if scheme == "w4a8-lqq":
-        layout = hardware.gpu(target).w4a8
+        layout = hardware.gpu(target).w4a8_layout
         return scheme, f"the W4A8 kernel for {target} reads {layout}", layout
-    found = (
-        "pass --scheme with one of them" if scheme is None else f"{scheme} is alike on every GPU"
-    )
+    found = f"{scheme} is alike on every GPU" if scheme else "pass --scheme with one of them"
     raise QtoolError(f"--target chooses for w4a4, w4a8-qoq and w4a8-lqq; {found}")
 
 

@@ -15,6 +15,9 @@ from qtool.errors import QtoolError, suggest
 #: the largest ratio at which dequantizing groups of 128 in the main loop pays off
 GROUP_RATIO = 16
 
+#: GPUs with wgmma
+HOPPER = ("h100", "h800", "h200")
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -25,7 +28,6 @@ class Gpu:
         int8: tensor-core ops.
         fp32: CUDA-core ops.
         source: where the numbers come from.
-        w4a8: the layout that its W4A8 kernel reads.
     """
 
     name: str
@@ -33,7 +35,11 @@ class Gpu:
     int8: int
     fp32: int
     source: str
-    w4a8: str = "compute-aware"
+
+    @property
+    def w4a8_layout(self) -> str:
+        """The layout that its W4A8 kernel reads."""
+        return "dual-mma" if self.name in HOPPER else "compute-aware"
 
     @property
     def has_int4(self) -> bool:
@@ -53,21 +59,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Choice:
-    """A granularity for a GPU, and the reason in a sentence, with the ratio that decided.
-
-    ``layout`` is the one that the GPU's kernel reads; None is the recipe's.
-    """
+    """A granularity for a GPU, and the reason in a sentence, with the ratio that decided."""
 
     choice: str
     reason: str
-    layout: str | None = None
 
 
 _NO_INT4 = (
     "no native s4 mma from sm_90 on: the compiler emulates it (51 TOPS against 1217 in s8 on H200, "
     "measured)"
 )
-_HOPPER = "dual-mma"
 
 _ALL = (
     # APEX4's "OPs/cycle" is per tensor core, 4 in an SM; FP32 is 2 x 64 or 2 x 128 CUDA cores
@@ -80,21 +81,11 @@ _ALL = (
     Gpu("l40s", 2048, 2048, 256, "APEX4 table 1: 733 TOPS, 91.6 TFLOPS; INT8 per SM as rtx4090"),
     Gpu("rtx4090", 4096, 2048, 256, "NVIDIA Ada whitepaper: INT4 1321, INT8 661 TOPS, 82.6 TFLOPS"),
     Gpu(
-        "h100",
-        None,
-        8192,
-        256,
-        "NVIDIA H100 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4,
-        _HOPPER,
+        "h100", None, 8192, 256, "NVIDIA H100 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4
     ),
-    Gpu("h800", None, 8192, 256, "the SM of h100; " + _NO_INT4, _HOPPER),
+    Gpu("h800", None, 8192, 256, "the SM of h100; " + _NO_INT4),
     Gpu(
-        "h200",
-        None,
-        8192,
-        256,
-        "NVIDIA H200 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4,
-        _HOPPER,
+        "h200", None, 8192, 256, "NVIDIA H200 SXM datasheet: INT8 1979 TOPS, 67 TFLOPS; " + _NO_INT4
     ),
     Gpu(
         "b200",
@@ -144,7 +135,11 @@ def choose_qoq(target: Gpu) -> Choice:
     ratio = target.rho_int8
     fact = f"INT8 tensor cores : FP32 CUDA cores = {ratio:g} on {target.name}"
     if ratio <= GROUP_RATIO:
-        reason = f"{fact}, at most {GROUP_RATIO}: it can afford level 2, as L40S in QServe"
-        return Choice("w4a8-qoq-g128", reason, target.w4a8)
-    reason = f"{fact}, above {GROUP_RATIO}: level 2 would bound the kernel, as on A100 in QServe"
-    return Choice("w4a8-qoq", reason, target.w4a8)
+        return Choice(
+            "w4a8-qoq-g128",
+            f"{fact}, at most {GROUP_RATIO}: it can afford level 2, as L40S in QServe",
+        )
+    return Choice(
+        "w4a8-qoq",
+        f"{fact}, above {GROUP_RATIO}: level 2 would bound the kernel, as on A100 in QServe",
+    )

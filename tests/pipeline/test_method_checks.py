@@ -94,9 +94,9 @@ def test_what_a_method_from_outside_gives_on_one_rank_alone_is_refused(
     mine, up, sent = type("Mine", (RoundToNearest,), {"name": "mine"})(), torch.rand(8, 4), []
     monkeypatch.setattr(ranks, "size", lambda: 2)
     monkeypatch.setattr(ranks, "all_gather", lambda value: [*sent, sent.append(value) or value])
-    require_same_on_ranks(mine, "round", 3, {"up": up})
+    require_same_on_ranks(mine, "round", 3, [("up", up)])
     monkeypatch.setattr(ranks, "all_gather", lambda value: [sent[0], value])
     said = nullcontext() if alike else pytest.raises(QtoolError, match="mine: round gives up of bl")
     with said:
-        require_same_on_ranks(mine, "round", 3, other(up))
-    require_same_on_ranks(RoundToNearest(), "round", 3, {})  # of this package
+        require_same_on_ranks(mine, "round", 3, other(up).items())
+    require_same_on_ranks(RoundToNearest(), "round", 3, {}.items())  # of this package

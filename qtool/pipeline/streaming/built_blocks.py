@@ -198,12 +198,12 @@ class BuiltBlocks:
         ):
             rounded = job.rounding.round(block, self.batches)
         require_packable(job.rounding, rounded, formats, job.linears(index))
-        given = {
-            f"the {part} of {name}": tensor
+        decided = (
+            (f"the {part} of {name}", tensor)
             for name, one in rounded.items()
             for part, tensor in {"codes": one.codes, **one.params}.items()
-        }
-        require_same_on_ranks(job.rounding, "round", index, given)
+        )
+        require_same_on_ranks(job.rounding, "round", index, decided)
         if errors := weight_errors(rounded):
             notes.setdefault(job.rounding.name, errors)
         for method, noted in notes.items():

@@ -1,6 +1,6 @@
 """Checks what methods return and what they change, also methods of other packages."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import NoneType
 from typing import Any
@@ -53,29 +53,34 @@ def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job
         if name in found:
             of = f" for {job.full(block.index, name)}"
             require_returned(transform, "apply", found[name], Tensor, of, shape)
-    orders = {f"the input order of {n}": order for n, order in block.permutations.items()}
-    clips = {
-        f"the {kind} of {n}": torch.as_tensor(ratio)
-        for n, pair in block.clips.items()
-        if is_of(pair, tuple[ClipRatio, ClipRatio])  # others are refused after all transforms
-        for kind, ratio in zip(("clip", "group clip"), pair, strict=True)
-    }
-    require_same_on_ranks(transform, "apply", block.index, {**found, **orders, **clips})
+    require_same_on_ranks(transform, "apply", block.index, _decided(block, found))
+
+
+def _decided(block: Block, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """All that a transform may have decided for ``block``, with what it is."""
+    yield from parameters.items()
+    for name, order in block.permutations.items():
+        yield f"the input order of {name}", order
+    for name, pair in block.clips.items():
+        if is_of(pair, tuple[ClipRatio, ClipRatio]):  # others are refused after all transforms
+            for kind, ratio in zip(("clip", "group clip"), pair, strict=True):
+                yield f"the {kind} of {name}", torch.as_tensor(ratio)
 
 
 def require_same_on_ranks(
-    method: Method, function: str, index: int, tensors: Mapping[str, Tensor]
+    method: Method, function: str, index: int, tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Refuse ``tensors`` of block ``index`` that a method of another package gives each rank alone.
+    """Refuse named ``tensors`` of block ``index`` that a foreign method finds on each rank alone.
 
-    Compared are the sums of their bytes along each dimension.
+    Compared are the sums of their bytes along each dimension. A method of this package is not
+    checked.
 
     Raises:
         QtoolError: names the first that differs.
     """
     if ranks.size() == 1 or type(method).__module__.startswith("qtool."):
         return
-    of_ranks = ranks.all_gather({name: _byte_sums(tensor) for name, tensor in tensors.items()})
+    of_ranks = ranks.all_gather({name: _byte_sums(tensor) for name, tensor in tensors})
     for name, own in of_ranks[0].items():
         for other in of_ranks[1:]:
             if name not in other or not all(map(torch.equal, own, other[name])):
