@@ -139,6 +139,15 @@ def test_what_was_adapted_is_printed_and_recorded(
     assert said in qtool.plan(model, "w8a8", recipe="best").job.recipe.adaptations[0]
 
 
+def test_why_a_gpu_has_this_layout_is_printed(
+    make_model: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, said = make_model(), "w4a8-lqq: the W4A8 kernel for a100 reads compute-aware"
+    assert said in str(qtool.plan(model, "w4a8-lqq", target="a100", group_size=32))
+    qtool.quantize(model, "w4a8-lqq", target="a100", group_size=32, out=tmp_path / "out")
+    assert caplog.messages[0] == said
+
+
 @pytest.mark.parametrize("family", [name for name in VARIANTS if name != "llama-tied"])
 def test_untied_models_get_the_recipe_as_it_is(family: str, make_model: MakeModel) -> None:
     job = job_of(make_model(family, tie_word_embeddings=False), "w4a8-lqq", "best")
