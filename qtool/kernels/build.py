@@ -12,12 +12,14 @@ import logging
 import os
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import resources
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from qtool.errors import QtoolError, expand_home
@@ -39,6 +41,11 @@ ARCHITECTURES = {
 }
 #: architectures that kernels are compiled for in the tests; sm_89 stands for sm_86 too
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
+
+#: threads that import cuda.core at once may find half of it
+_IMPORTING = Lock()
+#: a lock for each entry of the cache
+_COMPILING: defaultdict[Path, Lock] = defaultdict(Lock)
 
 #: source name, prologue and macros of a kernel
 Source = tuple[str, str, dict[str, int]]
@@ -99,12 +106,13 @@ def toolchain() -> Any:
         QtoolError: if the ``[cuda]`` extra is missing.
     """
     try:
-        from cuda.bindings import nvrtc
+        with _IMPORTING:
+            from cuda.bindings import nvrtc
 
-        try:
-            from cuda.core import Program, ProgramOptions
-        except ImportError:  # before cuda-core 0.5
-            from cuda.core.experimental import Program, ProgramOptions
+            try:
+                from cuda.core import Program, ProgramOptions
+            except ImportError:  # before cuda-core 0.5
+                from cuda.core.experimental import Program, ProgramOptions
         _, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:
         raise QtoolError(
@@ -172,15 +180,16 @@ def cubin(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> by
         _sources_hash(),
     )
     path = cache_dir() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
-        code = compile_source(name, prologue, defines, arch).cubin
-    try:
-        _keep(path, code)
-    except OSError as error:
-        _say_not_kept(cache_dir(), error.strerror)
-    return code
+    with _COMPILING[path]:  # threads compile different kernels at once, but none twice
+        try:
+            return path.read_bytes()
+        except OSError:
+            code = compile_source(name, prologue, defines, arch).cubin
+        try:
+            _keep(path, code)
+        except OSError as error:
+            _say_not_kept(cache_dir(), error.strerror)
+        return code
 
 
 def _keep(path: Path, code: bytes) -> None:

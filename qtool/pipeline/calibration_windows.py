@@ -213,7 +213,8 @@ class Windows:
     def _model(self, need: ContinuationMemory) -> Any:
         """The model that continues windows."""
         if need.rounded:
-            return text_model(load_rounded(self.source, self.device))
+            counts = need.batch_size * need.given, need.batch_size
+            return text_model(load_rounded(self.source, self.device, counts))
         dtype = None if self.device.type == "cuda" else torch.float32
         return text_model(load(self.source, device=str(self.device), dtype=dtype))
 

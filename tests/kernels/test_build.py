@@ -2,6 +2,8 @@
 must be.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +79,23 @@ def test_all_are_compiled_into_the_cache_once(
     assert sorted(path.suffix for path in entries if path.is_file()) == [".cubin", ".cubin"]
     monkeypatch.setattr(build, "compile_source", None)
     assert build.cubin(*half, "sm_90a") != build.cubin(*brain, "sm_90a")
+
+
+def test_threads_compile_no_kernel_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different ones at once: each of two waits until the other is being compiled too."""
+    monkeypatch.setenv("QTOOL_CACHE_DIR", str(tmp_path))
+    both, compiled = threading.Barrier(2, timeout=60), []
+
+    def compile_source(name: str, *args: object) -> build.Compiled:
+        compiled.append(name)
+        both.wait()
+        return build.Compiled(name.encode(), "")
+
+    monkeypatch.setattr(build, "compile_source", compile_source)
+    names = ["one", "two", "one", "two"]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda name: build.cubin(name, "", {}, "sm_90a"), names))
+    assert found == [name.encode() for name in names] and sorted(compiled) == ["one", "two"]
 
 
 def test_a_cache_that_cannot_be_written_is_told_once(

@@ -14,6 +14,7 @@ from qtool.models.auto import text_model
 from qtool.pipeline.planning.memory import ROUNDED_SCHEME
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.rounded_model import load_rounded
+from qtool.runtime.linear import QuantLinear
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
 
@@ -35,6 +36,27 @@ def test_it_is_the_rounded_checkpoint(variant: str, make_model: MakeModel, tmp_p
     ids = torch.arange(16)[None]
     assert torch.equal(found(ids).logits, expected(ids).logits)
     assert not found.training
+
+
+def test_kernels_are_compiled_for_joined_linears(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of q, k and v, of gate and up, each for both numbers of tokens, beside."""
+    ran: list[tuple[int, int, int]] = []
+
+    def product(linear: QuantLinear, x: torch.Tensor) -> None:
+        ran.append((linear.out_features, *x.shape))
+
+    monkeypatch.setattr(QuantLinear, "product", product)
+    model = load_rounded(Checkpoint(make_model("llama")), torch.device("cpu"), (5, 40))
+    linears = dict(model.model.layers[0].named_modules())
+    wanted = set()
+    for names in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)):
+        own = [x for n, x in linears.items() if n.removesuffix("_proj").endswith(names)]
+        own = [x for x in own if isinstance(x, QuantLinear)]
+        rows = sum(x.out_features for x in own)
+        wanted |= {(rows, count, own[0].in_features) for count in (5, 40)}
+    assert len(ran) == len(wanted) and set(ran) == wanted
 
 
 @pytest.mark.cuda
