@@ -62,16 +62,18 @@ class Hessian:
         """
         h, *others = self._sums
         with phase("Hessian"):
-            errors = [None if reference is None else reference.to(x.dtype) - x, lacking]
-            if share is not None:  # on both sides of each product: float16 lacks small squares
-                factor = share.to(x.dtype)
-                x = x * factor
-                errors = [None if error is None else error * factor for error in errors]
+            factor = None if share is None else share.to(x.dtype)
+            # a share is on both sides of each product, since float16 lacks small squares
+            scaled = x if factor is None else x * factor
             for (rows, columns), panel in self._by_panel(h.tensor):
-                add_product(panel, x[:, rows], x[:, columns])
-            for part, error in zip(others, errors, strict=False):
-                if error is not None:
-                    add_product(part.tensor.view(-1, x.shape[1]), error.to(x.dtype), x)
+                add_product(panel, scaled[:, rows], scaled[:, columns])
+            if reference is not None:
+                error = reference.to(x.dtype) - x
+                error = error if factor is None else error.mul_(factor)
+                add_product(others[0].tensor.view(-1, x.shape[1]), error, scaled)
+            if lacking is not None:
+                error = lacking if factor is None else lacking * factor
+                add_product(others[-1].tensor.view(-1, x.shape[1]), error.to(x.dtype), scaled)
         self.tokens += len(x)
 
     def _by_panel(self, total: Tensor) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
