@@ -14,6 +14,7 @@ Legend: H hidden size, N x K a linear's weight.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
+from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from qtool.schemes.arithmetic.online_hadamard import rotate, rotate_input
 from qtool.schemes.base import ClipRatio, Params, Scheme
 
 if TYPE_CHECKING:
+    from qtool.calibration.kept_outputs import KeptOutputs
     from qtool.calibration.reference import Reference
 
 
@@ -54,6 +56,8 @@ class Block:
         reference: what the float model computes in this block, if the run follows it.
         sensitivity: ``F [H, H]`` float32, if the rounding weighs outputs: ``z F`` of normal z has
             the second moments of the gradients of the logits with respect to the block's output.
+        kept_outputs: outputs of the attention that later forwards of the same batches take.
+        budget: bytes that may be allocated on the device.
     """
 
     index: int
@@ -70,6 +74,8 @@ class Block:
     full_kv: dict[str, Any] = field(default_factory=dict)
     reference: "Reference | None" = None
     sensitivity: Tensor | None = None
+    kept_outputs: "KeptOutputs | None" = None
+    budget: float = inf
     #: for each exact tensor, the version of it that the module has a copy of
     _copied: dict[str, int] = field(default_factory=dict, init=False)
 
@@ -123,6 +129,11 @@ class Block:
         if (weight := self._exact(owner, "weight")) is None:
             raise QtoolError(f"{name!r}: a module of block {self.index} without a weight")
         return weight[rows]
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """N and K of linear ``name``."""
+        n, k = self.weight(name).shape
+        return n, k
 
     def bias(self, name: str) -> Tensor | None:
         """The bias of submodule ``name``, or of a part of one, detached; None where it has none."""

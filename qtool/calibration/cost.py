@@ -20,6 +20,8 @@ from qtool.schemes.base import Scheme
 #: forwards that take as long as a forward and a backward pass of a block without gradients of
 #: weights: attention runs as plain products (:func:`.forwards.with_gradients`)
 GRADIENTS = 6
+#: ``(N, K)`` by the name of a linear
+Shapes = Mapping[str, tuple[int, int]]
 
 
 @dataclass
@@ -86,8 +88,8 @@ class BlockShape:
 
     family: Family
     config: Any
-    linears: Mapping[str, tuple[int, int]]
-    quantized: Mapping[str, tuple[int, int]]
+    linears: Shapes
+    quantized: Shapes
     schemes: Mapping[str, Scheme]
     samples: int
     seqlen: int
@@ -115,10 +117,7 @@ class BlockShape:
 
     def stacked(self, groups: Iterable[LinearGroup]) -> list[tuple[int, int]]:
         """``(N, K)`` of the stacked quantized linears of each group that has any."""
-        shapes = (
-            [self.quantized[name] for name in g.linears if name in self.quantized] for g in groups
-        )
-        return [(sum(n for n, _ in found), found[0][1]) for found in shapes if found]
+        return stacked(self.quantized, groups)
 
     def searched(self, groups: Iterable[LinearGroup], tokens: int) -> tuple[int, int]:
         """The number of turns, and bytes of the largest, of a search on ``tokens`` on a GPU.
@@ -167,3 +166,9 @@ class BlockShape:
         if not self.family.group_of(name).routed:
             return 1.0
         return float(self.config.num_experts_per_tok / self.family.sizes["experts"](self.config))
+
+
+def stacked(quantized: Shapes, groups: Iterable[LinearGroup]) -> list[tuple[int, int]]:
+    """``(N, K)`` of the stacked quantized linears of each group that has any."""
+    shapes = ([quantized[name] for name in g.linears if name in quantized] for g in groups)
+    return [(sum(n for n, _ in found), found[0][1]) for found in shapes if found]

@@ -233,16 +233,24 @@ def _observe(
 ) -> dict[str, Tensor]:
     """The tensors that the block passes on if it is run ``to_end``."""
     seen: set[str] = set()
+    kept = block.kept_outputs
 
     def see(name: str, *inputs: Any) -> None:
         observers[name](*inputs)
         seen.add(name)
-        if len(seen) == len(observers) and not to_end:
+        end_if_seen()
+
+    def end_if_seen(*_: Any) -> None:
+        if len(seen) == len(observers) and not to_end and not (kept and kept.filling):
             raise _AllSeen
 
     out: dict[str, Tensor] | None = {}
-    watching = _watched(block, batch, {name: partial(see, name) for name in observers})
-    with watching, suppress(_AllSeen):
+    with ExitStack() as opened, suppress(_AllSeen):
+        opened.enter_context(_watched(block, batch, {n: partial(see, n) for n in observers}))
+        if kept:
+            module = block.get(kept.name)
+            opened.enter_context(kept.instead(module, batch, observers, to_end=to_end))
+            opened.callback(module.register_forward_hook(end_if_seen).remove)
         out = _forward_if_it_fits(block, batch, **extra)
     if out is not None:
         return out

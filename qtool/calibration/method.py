@@ -71,6 +71,10 @@ class Method(ABC):
         """
         return block.exact_bytes + (16 * block.largest if self.needs_data else 0)
 
+    def spare_bytes(self, block: BlockShape) -> int:
+        """Device bytes beyond :meth:`held_bytes` that it takes where the device has room."""
+        return 0
+
 
 @dataclass
 class Transform(Method):

@@ -134,8 +134,9 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
         for g in family.groups
     )
     gptq = Gptq(residual=0, output_hessian=False).work(shape)
-    # three of the four groups lie behind attention
-    assert before == gptq.forward_flops - 3 * shape.attention_flops()
+    # three of the four groups lie behind attention, whose outputs the last one's look takes
+    inside = shape.linear_flops(n for n in shape.linears if n.startswith("self_attn."))
+    assert before - inside == gptq.forward_flops - 2 * shape.attention_flops()
     assert gptq.hessian_flops == 2 * 72 * sum(
         shape.linears[g.linears[0]][1] ** 2 for g in family.groups
     )
@@ -262,14 +263,17 @@ def test_the_inputs_of_all_experts_cost_one_forward(
         for n in firsts
     ]  # type: ignore[misc]
     routers = 2 * 2 * shape.tokens * 4 * 128
-    plain = Gptq(residual=0).work(shape).forward_flops - 5 * shape.attention_flops()
-    assert plain + routers == sum(runs)
+    # the first look behind attention keeps its outputs, and the others take them
+    inside = shape.linear_flops(n for n in shape.linears if n.startswith("self_attn."))
+    plain = Gptq(residual=0).work(shape).forward_flops - 2 * shape.attention_flops()
+    assert plain + routers == sum(runs) - 3 * inside
     # the float block's run to the block's output gives all of its inputs where they are kept
     assert Gptq().work(shape).forward_flops == Gptq(residual=0).work(shape).forward_flops
     monkeypatch.setattr(memory, "MOST_INPUT_BYTES", 0)
-    beside = Gptq().work(shape).forward_flops - 7 * shape.attention_flops()
+    beside = Gptq().work(shape).forward_flops - 2 * shape.attention_flops()
     alone = [n for n, names in zip(runs, firsts, strict=True) if len(names) == 1]
-    assert beside - plain == sum(alone[:-1])  # the last goes on to the block's output
+    # the last goes on to the block's output, and also takes the outputs kept by the look at o
+    assert beside - plain == sum(alone[:-1]) + shape.linear_flops(["self_attn.o_proj"]) - 2 * inside
 
 
 def test_experts_share_the_output_side_of_the_hessian(make_model: MakeModel) -> None:
@@ -469,12 +473,12 @@ def test_searches_are_planned_in_the_turns_that_run(
 
 def test_where_activations_go_is_planned() -> None:
     job = Job.of(config_of("llama-2-70b"), ALIKE)
-    roomy, tight = plan(job, host_memory=64e9), plan(job, device_memory=23e9, host_memory=64e9)
+    roomy, tight = plan(job, host_memory=64e9), plan(job, device_memory=33e9, host_memory=64e9)
     assert (roomy.place, tight.place) == ("device", "both")
     assert roomy.activation_bytes == tight.activation_bytes == 128 * 2048 * 8192 * 2
     on_host = tight.host_bytes - roomy.host_bytes
     assert roomy.device_bytes - tight.device_bytes == on_host
-    assert 0 < on_host < roomy.activation_bytes and tight.device_bytes <= DEVICE_SHARE * 23e9
+    assert 0 < on_host < roomy.activation_bytes and tight.device_bytes <= DEVICE_SHARE * 33e9
     full = plan(job, device_memory=16e9, host_memory=1e9)
     assert full.place == "disk" and full.disk_bytes == full.output_bytes + full.activation_bytes
     assert plan(job, samples=256, host_memory=64e9).activation_bytes == 2 * roomy.activation_bytes
@@ -501,8 +505,11 @@ def test_host_and_device_memory_do_not_grow_with_depth() -> None:
     assert (few.host_bytes, few.device_bytes) == (many.host_bytes, many.device_bytes)
 
 
-def test_the_inputs_that_gradients_need_are_planned_where_there_is_room() -> None:
+def test_the_inputs_that_gradients_need_are_planned_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Those of all blocks, for a few windows; the rest is the same with more blocks."""
+    monkeypatch.setattr(Gptq, "spare_bytes", lambda *_: 0)  # it needs less without
     job, deeper = (Job.of(config_of("llama-2-70b", layers), GPTQ) for layers in (80, 160))
     inputs = 2 * LEARNING_SEQUENCES * 2048 * 8192  # of a block, in 16 bits
     roomy, deep = (plan(one, host_memory=64e9) for one in (job, deeper))
@@ -510,10 +517,10 @@ def test_the_inputs_that_gradients_need_are_planned_where_there_is_room() -> Non
     few, cuda = LEARNING_SEQUENCES * 2048, torch.device("cuda")
     beside = working_bytes(source_job(job), 80 * few, 2048, cuda) + gradient_bytes(job, few)
     assert roomy.device_bytes == 80 * inputs + beside > 80 * inputs + 4 * 2 * few * 8192
-    tight = plan(job, device_memory=23e9, host_memory=64e9)
+    tight = plan(job, device_memory=33e9, host_memory=64e9)
     moved = roomy.device_bytes - tight.device_bytes
     assert 0 < moved == tight.host_bytes - roomy.host_bytes < 80 * inputs
-    assert tight.device_bytes <= DEVICE_SHARE * 23e9
+    assert tight.device_bytes <= DEVICE_SHARE * 33e9
 
 
 def test_a_random_checkpoint_is_quantized_and_timed(tmp_path: Path) -> None:

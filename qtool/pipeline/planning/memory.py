@@ -72,6 +72,15 @@ def working_bytes(job: Job, tokens: int, window: int, device: torch.device) -> i
     return _most_bytes(job, job.methods, "held_bytes", tokens, window, device)
 
 
+def spare_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int:
+    """Bytes beyond :func:`working_bytes` that methods take where the device has room."""
+    itemsize = compute_bytes(job, device)
+    shapes = [
+        block_shape(job, block, tokens // window, window, itemsize) for block in job.distinct_blocks
+    ]
+    return max(method.spare_bytes(shape) for method in job.methods for shape in shapes)
+
+
 def learning_bytes(job: Job, window: int, device: torch.device) -> int:
     """Bytes on ``device`` while transforms learn, when no activations are kept; 0 if none does."""
     learning = [method for method in job.transforms if method.learns]

@@ -286,6 +286,8 @@ def _kept(
     floats = job.rounding.compares * (kept // 2)
     if kept + floats <= room:  # the float model's inputs are stored while its outputs are made
         held += floats
+    free = int(memory.DEVICE_SHARE * device_memory) - held
+    held += min(max(0, free), memory.spare_bytes(job, tokens, seqlen, device))
     return place, held, memory.host_bytes(job, tokens, seqlen, device, kept - on_device)
 
 

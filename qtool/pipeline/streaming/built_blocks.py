@@ -11,6 +11,7 @@ float32.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
+from math import inf
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ from qtool.io.safetensors import Entry, read
 from qtool.io.source import Checkpoint
 from qtool.models.auto import float_config
 from qtool.models.skeleton import fill, move, release, skeleton, stays_float32
+from qtool.pipeline.free_memory import gpu_memory
 from qtool.pipeline.job import Job
-from qtool.pipeline.planning.memory import compute_dtype
+from qtool.pipeline.planning.memory import DEVICE_SHARE, compute_dtype
 from qtool.pipeline.streaming.activations import Activations
 from qtool.pipeline.streaming.embedding_and_head import as_stored, embedded, table_rows
 from qtool.pipeline.streaming.method_checks import (
@@ -86,6 +88,11 @@ class BuiltBlocks:
         self.announcing = job.transforms if announcing is None else announcing
         self.source, self.job, self.device = source, job, device
         self.snapshots, self.kept = snapshots, kept
+        self.budget = inf
+        if device.type == "cuda":
+            self.budget = DEVICE_SHARE * (
+                gpu_memory(device)[1] + torch.cuda.memory_reserved(device)
+            )
         self.compute = compute_dtype(job, device)
         self.model = skeleton(float_config(source.directory), self.compute)
         move(self.model, device)  # not every model moves its frequencies or positions to its input
@@ -286,6 +293,7 @@ class BuiltBlocks:
             schemes,
             notes=notes,
             exact=exact,
+            budget=self.budget,
         )
         for transform in self.announcing:
             transform.announce(block)

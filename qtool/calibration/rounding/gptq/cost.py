@@ -4,12 +4,15 @@ Legend: N output channels, K input channels.
 """
 
 from collections.abc import Sequence
+from math import prod
 
-from qtool.calibration.cost import GRADIENTS, BlockShape, Work
+from qtool.calibration.cost import GRADIENTS, BlockShape, Shapes, Work, stacked
+from qtool.calibration.kept_outputs import KeptOutputs
 from qtool.calibration.rounding.gptq.columns import PANEL
-from qtool.calibration.rounding.gptq.gptq import GptqOptions
+from qtool.calibration.rounding.gptq.gptq import REFITTED_ROWS, GptqOptions
 from qtool.calibration.rounding.gptq.hessian import panels
 from qtool.calibration.rounding.gptq.memory import (
+    hessians_at_once,
     hessians_in_turn,
     kept_input_bytes,
     others_bytes,
@@ -19,10 +22,13 @@ from qtool.calibration.rounding.gptq.output_hessian import sequences_of
 from qtool.calibration.rounding.gptq.residual_stream import norms_of_writers
 from qtool.calibration.rounding.gptq.rows import CHUNKS, MOST_ROWS
 from qtool.calibration.stacking import by_role
+from qtool.models.family import Family
 from qtool.models.parts import LinearGroup
 
 #: panels of a chunk of rows that take as long as one of all rows (an 8B on an H200)
 CHUNK_PANELS = 8
+#: tensors of the size of a batch's widest inputs that a look and its sums hold at once
+LOOK_TENSORS = 7
 
 
 def work(options: GptqOptions, block: BlockShape) -> Work:
@@ -54,6 +60,7 @@ def _forward_flops(
     routed = [group for group in block.family.groups if group.routed]
     to_experts = block.forward_flops() - sum(block.linear_flops(g.linears) for g in routed)
     total = to_dense = last = 0.0
+    spared = _spared_flops(options, block, turns, keeps)
     for number, groups in enumerate(turns):
         flops = sum(block.linear_flops(group.linears) for group in groups)
         quantized = bool(block.stacked(groups))
@@ -66,13 +73,37 @@ def _forward_flops(
                 total, last = total + to_dense, to_dense
             to_dense += flops
         to_dense += block.attention_flops() if number == 0 else 0
-    return total - last
+    return total - last - spared
+
+
+def _spared_flops(
+    options: GptqOptions, block: BlockShape, turns: Sequence[Sequence[LinearGroup]], keeps: bool
+) -> float:
+    """Operations of the attention in looks that take its kept outputs, if all are kept.
+
+    On each path the first look that runs all of it keeps them: the first after its last linear on
+    the path of the quantized block, and in the float block the one at that linear, which goes on to
+    the attention's end.
+    """
+    kept = KeptOutputs.of(block.family, (), 0)
+    if kept is None:
+        return 0.0
+    at = next(i for i, groups in enumerate(turns) if kept.last in groups[0].linears)
+    inside = [name for name in block.linears if kept.is_inside(name)]
+    each = block.linear_flops(inside) + block.attention_flops()
+    looks = [groups[0] for groups in turns[at + 1 :] if block.stacked(groups)]
+    spared = each * max(0, len(looks) - 1)
+    dense = sum(not group.routed for group in looks)
+    if options.residual and not keeps and dense:
+        own = bool(block.stacked(turns[at]))
+        spared += each * (dense - 1 + own) - own * block.linear_flops([kept.last])
+    return spared
 
 
 def _solving(options: GptqOptions, block: BlockShape, groups: Sequence[LinearGroup]) -> Work:
     """The work of the Hessians of ``groups`` and of rounding their linears."""
     found, problems = Work(), block.stacked(groups)
-    compares, writes = _corrections(options, block, groups)
+    compares, writes = _corrections(options, block.family, groups)
     tokens = block.tokens * block.share(groups[0].linears[0])
     together = 1
     if groups[0].routed and problems:
@@ -125,35 +156,84 @@ def _sharing(block: BlockShape) -> list[tuple[int, int, int]]:
 def held_bytes(options: GptqOptions, block: BlockShape) -> int:
     """Bytes at the worst moment, when the linears that share an input are solved.
 
-    The device then holds the exact weights of linears that are not rounded yet, the codes of the
-    others, and what solving takes. At first that is H, the damped H (twice for coordinate descent),
-    its factor, and the inverse of the factor if float inputs are compared; later it is H and the
-    feedback, with the stacked weight, its target, errors and codes. Several experts are solved
-    together.
+    Outputs of the attention are kept beside, where the device has room for them
+    (:mod:`qtool.calibration.kept_outputs`).
     """
-    left, total, worst = block.weights, block.weights, 0
-    for groups in by_role(block.family.groups):
-        problems = block.stacked(groups)
-        compares, writes = _corrections(options, block, groups)
-        for n, k in problems[:1]:  # experts are alike
-            factoring = (3 + 2 * compares + bool(options.rounds)) * 4 * k * k
-            sweeping = (2 + compares + bool(options.rounds)) * 4 * k * k + 20 * n * k
-            solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
-            solving += 4 * n * k * writes
-            worst = max(worst, 4 * left + (total - left) + solving)
-        left -= sum(n * k for n, k in problems)
-    floats = kept_input_bytes(block.family, block.linears, block.tokens)
+    held = _moments_and_solving(options, block.family, block.quantized)
+    worst = max((solving for _, solving in held), default=0)
     if (
         options.output_hessian and block.differentiated
     ):  # every G; its factors are smaller than what is swept
         worst += sum(4 * n**2 for n, _, _ in _sharing(block))
-    return worst + (block.itemsize * total + floats if options.residual else 0)
+    if not options.residual:
+        return worst
+    floats = kept_input_bytes(block.family, block.linears, block.tokens)
+    return worst + block.itemsize * block.weights + floats
+
+
+def outputs_bytes(options: GptqOptions, block: BlockShape) -> int:
+    """Bytes beyond :func:`held_bytes` with all outputs of the attention that may be kept."""
+    kept = KeptOutputs.of(block.family, (), 0)
+    if kept is None or not block.quantized:
+        return 0
+    before, last = _before_last(options, block.family, block.quantized)
+    paths = 1 + (options.residual > 0)
+    outputs = paths * block.itemsize * block.tokens * block.linears[kept.last][0]
+    return max(0, before + outputs - max(before, last))
+
+
+def bytes_to_come(options: GptqOptions, family: Family, quantized: Shapes, column: int) -> int:
+    """Bytes to allocate until the last linears are solved, while outputs of the attention are kept.
+
+    Before, only the exact weights are allocated.
+
+    Args:
+        column: bytes of the tokens of the largest batch in one channel.
+    """
+    before, _ = _before_last(options, family, quantized)
+    widest = max(k for _, k in quantized.values())
+    return before + LOOK_TENSORS * column * widest - 4 * sum(map(prod, quantized.values()))
+
+
+def _before_last(options: GptqOptions, family: Family, quantized: Shapes) -> tuple[int, int]:
+    """Most bytes at once until the last linears are solved, and while they are solved."""
+    *earlier, (moments, last) = _moments_and_solving(options, family, quantized)
+    return max(moments, *(solving for _, solving in earlier)), last
+
+
+def _moments_and_solving(
+    options: GptqOptions, family: Family, quantized: Shapes
+) -> list[tuple[int, int]]:
+    """Bytes for each group of linears: while its inputs are looked at, and while it is solved.
+
+    The device then holds the exact weights of linears that are not rounded yet, the codes of the
+    others, and the moments or what solving takes. At first that is H, the damped H (twice for
+    coordinate descent), its factor, and the inverse of the factor if float inputs are compared;
+    later it is H and the feedback, with the stacked weight, its target, errors and codes, and as
+    much again for rows whose scales are refitted. Several experts are solved together.
+    """
+    total = left = sum(map(prod, quantized.values()))
+    found = []
+    for groups in by_role(family.groups):
+        problems = stacked(quantized, groups)
+        compares, writes = _corrections(options, family, groups)
+        for n, k in problems[:1]:  # experts are alike
+            weights, hessian, lacking = total + 3 * left, 4 * k * k, 4 * n * k * writes
+            more = compares + bool(options.rounds)
+            factoring = (3 + compares + more) * hessian
+            refitted = bool(options.rounds) * min(n, REFITTED_ROWS)
+            sweeping = (2 + more) * hessian + 24 * (n + refitted) * k
+            solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
+            summed = min(len(problems), hessians_at_once(k)) * (1 + compares) * hessian
+            found.append((weights + lacking + summed, weights + lacking + solving))
+        left -= sum(n * k for n, k in problems)
+    return found
 
 
 def _corrections(
-    options: GptqOptions, block: BlockShape, groups: Sequence[LinearGroup]
+    options: GptqOptions, family: Family, groups: Sequence[LinearGroup]
 ) -> tuple[bool, bool]:
     """Whether the targets of ``groups`` make up for the error of the input, and of the stream."""
     compares = options.residual > 0 and not groups[0].routed
-    writers = norms_of_writers(block.family, groups[0].linears[0])
+    writers = norms_of_writers(family, groups[0].linears[0])
     return compares, compares and options.stream > 0 and bool(writers)

@@ -62,6 +62,8 @@ from qtool.schemes.base import ClipRatio, Grid, Params, Scheme
 #: the range of the scales' dtype, divided by the largest target that is allowed: values of codes
 #: and refitted scales may be larger than the target
 HEADROOM = 16
+#: rows whose scales are refitted at a time
+REFITTED_ROWS = 8192
 
 
 @dataclass(kw_only=True)
@@ -284,14 +286,28 @@ def round_columns(
     for turn in range(1 + options.rounds):
         if turn:
             del feedback  # the next one takes its memory
-            for e, (s, problem) in enumerate(zip(states, problems, strict=True)):
-                s.params = refit(scheme, s.params, s.codes, s.target, problem.hessian.h)
-                error[e] = (s.target - scheme.dequantize(s.codes, s.params))[:, s.order]
+            for own, s, problem in zip(error, states, problems, strict=True):
+                refit_and_compare(scheme, s, problem.hessian.h, own)
             feedback = stack([descent_feedback(s.damped) for s in states if s.damped is not None])
         grid = stacked_grid(scheme, [s.params for s in states])
         codes = sweep(target, error, feedback, grid, group, causal=not turn, keep=keep)
         for s, found in zip(states, codes, strict=True):
             s.codes = found[:, s.back].to(scheme.code_dtype)
+
+
+def refit_and_compare(scheme: Scheme, s: "State", hessian: Tensor, error: Tensor) -> None:
+    """Refit the parameters of ``s``, and write its errors ``[N, K]``, as visited, to ``error``.
+
+    It takes :data:`REFITTED_ROWS` rows at a time, since it holds several tensors of their size.
+    """
+    found = []
+    for start in range(0, len(s.target), REFITTED_ROWS):
+        rows = slice(start, start + REFITTED_ROWS)
+        codes, target = s.codes[rows], s.target[rows]
+        params = refit(scheme, scheme.rows_of(s.params, rows), codes, target, hessian)
+        error[rows] = (target - scheme.dequantize(codes, params))[:, s.order]
+        found.append(params)
+    s.params = scheme.stacked_params(found)
 
 
 def stacked_grid(scheme: Scheme, params: Sequence[Params]) -> Grid:

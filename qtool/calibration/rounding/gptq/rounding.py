@@ -12,6 +12,7 @@ Legend: N output channels, K input channels.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
-from qtool.calibration.cost import BlockShape, Work
+from qtool.calibration.cost import BlockShape, Shapes, Work
 from qtool.calibration.forwards import Observer, by_place, inputs_of, observe
+from qtool.calibration.kept_outputs import KeptOutputs
 from qtool.calibration.method import Rounding
 from qtool.calibration.outliers import to_median
 from qtool.calibration.precision import ROWS
@@ -29,6 +31,7 @@ from qtool.calibration.rounding.gptq import cost
 from qtool.calibration.rounding.gptq.gptq import GptqOptions, Problem, Solution, solve
 from qtool.calibration.rounding.gptq.hessian import Hessian, relative_error
 from qtool.calibration.rounding.gptq.memory import (
+    MOST_INPUT_BYTES,
     hessians_in_turn,
     kept_input_bytes,
     problems_at_once,
@@ -105,15 +108,20 @@ class Gptq(GptqOptions, Rounding):
         rounded: dict[str, Rounded] = {}
         tokens = count_tokens(batches)
         outputs = self.outputs(block, reference, batches)
-        if reference:
-            firsts = (group.linears[0] for group in block.family.groups if not group.routed)
-            shapes = {name: tuple(block.weight(name).shape) for name in firsts}
-            if kept_input_bytes(block.family, shapes, tokens):
-                reference.look_once(compared(block))
+        shapes = {name: block.shape(name) for name in block.family.linears()}
+        room = self.room_for_outputs(block, batches, {n: shapes[n] for n in block.schemes})
+        kept = KeptOutputs.of(block.family, batches, room)
+        if reference and kept_input_bytes(block.family, shapes, tokens):
+            reference.look_once(compared(block))
+        elif reference:
+            own = [reference.batches.get(id(batch), batch) for batch in batches]
+            reference.block.kept_outputs = KeptOutputs.of(block.family, own, room)
         turns = list(ranks.lockstep(batches, len(batch_shapes(batches))))
-        for groups in hessians_in_turn(
-            block.family.groups, lambda group: block.weight(group.linears[0]).shape[1]
-        ):
+        for groups in hessians_in_turn(block.family.groups, lambda g: shapes[g.linears[0]][1]):
+            if kept and not any(map(kept.is_inside, block.schemes.keys() - rounded.keys())):
+                if reference and reference.block.kept_outputs:
+                    kept.room = min(kept.room, reference.block.kept_outputs.room)
+                block.kept_outputs = kept
             found = self.round_groups(block, reference, turns, groups, tokens, outputs)
             block.install(found)
             for name in found:
@@ -124,6 +132,18 @@ class Gptq(GptqOptions, Rounding):
         for note, error in zip(notes, errors.tolist(), strict=True):  # a GPU is waited for once
             note["error"] = error
         return rounded
+
+    def room_for_outputs(self, block: Block, batches: Sequence[Batch], quantized: Shapes) -> float:
+        """Bytes in which outputs of the attention may be kept.
+
+        On a GPU it is what is free now beyond what is still to come.
+        """
+        if block.device.type != "cuda" or not quantized:
+            return MOST_INPUT_BYTES
+        tokens = max((prod(batch.shape) for batch in batches), default=0)
+        itemsize = next(block.module.parameters()).itemsize
+        to_come = cost.bytes_to_come(self, block.family, quantized, tokens * itemsize)
+        return block.budget - torch.cuda.memory_allocated(block.device) - to_come
 
     def outputs(
         self, block: Block, reference: Reference | None, batches: Sequence[Batch]
@@ -171,6 +191,10 @@ class Gptq(GptqOptions, Rounding):
             else:
                 own = replace(block, schemes={n: block.schemes[n] for n in names})
                 found |= RoundToNearest().round(own, [])
+        if groups[-1] is block.family.groups[-1]:  # no look follows
+            block.kept_outputs = None
+            if reference:
+                reference.block.kept_outputs = None
         try:
             return found | self.round_stacks(block, stacks)
         except QtoolError as error:
@@ -194,6 +218,7 @@ class Gptq(GptqOptions, Rounding):
         for batch in turns:
             if batch is not None and (seen := inputs_of(block, batch, name, *norms)):
                 x, *streams = seen
+                seen.clear()  # x is as large as all else here
                 floats = reference.inputs(batch, name, *compared_norms) if reference else []
                 # parallel branches read one stream: only the first makes up for its error
                 first = compared_norms and not any(map(streams[-1].equal, streams[:-1]))
@@ -279,6 +304,9 @@ class Gptq(GptqOptions, Rounding):
 
     def held_bytes(self, block: BlockShape) -> int:
         return cost.held_bytes(self, block)
+
+    def spare_bytes(self, block: BlockShape) -> int:
+        return cost.outputs_bytes(self, block)
 
 
 def compared(block: Block) -> list[str]:

@@ -1,0 +1,97 @@
+"""Outputs of a block's attention, kept between several looks at the same batches.
+
+A rounding looks at each batch several times, and each look is a forward from the block's start to
+the observed linear (:func:`.forwards.observe`). Once the linears of the attention are rounded, it
+returns the same for a batch in every look, and in the float model from the first look on. So the
+first look that runs it keeps its outputs, and later looks take them instead of running it again.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from qtool.calibration.batch import Batch
+from qtool.models.family import Family
+
+
+@dataclass
+class KeptOutputs:
+    """What module ``name`` of a block returned for ``batches``, for as many as ``room`` holds.
+
+    Attributes:
+        last: the last linear of the module.
+        room: bytes that are left.
+        outputs: those that are kept, by the ``id`` of their batch.
+        filling: the module runs for an output to keep, and a forward does not end inside it.
+    """
+
+    name: str
+    last: str
+    batches: Collection[Batch]
+    room: float
+    outputs: dict[int, Any] = field(default_factory=dict, init=False)
+    filling: bool = field(default=False, init=False)
+
+    @classmethod
+    def of(cls, family: Family, batches: Collection[Batch], room: float) -> "KeptOutputs | None":
+        """For the first module of a block that ends with a linear which writes to the stream.
+
+        It is the attention in most families. None if no linears come after it.
+        """
+        for group in family.groups[:-1]:
+            name, _, _ = group.linears[0].rpartition(".")
+            if group.writes_residual and not group.routed and name and not family.passes:
+                return cls(name, group.linears[0], batches, room)
+        return None
+
+    def is_inside(self, linear: str) -> bool:
+        return linear.startswith(f"{self.name}.")
+
+    @contextmanager
+    def instead(
+        self, module: Any, batch: Batch, observed: Collection[str], *, to_end: bool
+    ) -> Iterator[None]:
+        """While open, the first call of ``module`` for ``batch`` returns the kept output.
+
+        If there is none, it is kept, unless the forward runs ``to_end``, which no look follows. A
+        module runs as ever for a look at linears ``observed`` inside it, but for the last one.
+        """
+        inside = [*filter(self.is_inside, observed)]
+        kept = self.outputs.pop(id(batch), None) if to_end else self.outputs.get(id(batch))
+        keeps = not to_end and any(batch is own for own in self.batches)
+        if (inside and (kept is not None or self.last not in inside)) or not (keeps or kept):
+            yield
+            return
+        own, forward = vars(module).get("forward"), module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            module.forward = forward  # another call in the same forward runs
+            if kept is not None:
+                return _copy(kept)
+            self.filling = True
+            try:
+                found = forward(*args, **kwargs)
+            finally:
+                self.filling = False
+            nbytes = sum(leaf.nbytes for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
+            if nbytes <= self.room:
+                self.room -= nbytes
+                self.outputs[id(batch)] = _copy(found)
+            return found
+
+        module.forward = call
+        try:
+            yield
+        finally:
+            vars(module).pop("forward")
+            if own is not None:
+                module.forward = own
+
+
+def _copy(output: Any) -> Any:
+    """``output`` with copies of its tensors, which a block may change in place."""
+    return tree_map_only(Tensor, Tensor.clone, output)

@@ -1,0 +1,103 @@
+"""Outputs of the attention that looks at the same batches take in place of running it again."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from qtool.calibration.block import Block
+from qtool.calibration.forwards import inputs_of, observe, run
+from qtool.calibration.kept_outputs import KeptOutputs
+from qtool.calibration.reference import Reference
+from qtool.calibration.rounding.gptq import rounding
+from qtool.calibration.rounding.gptq.rounding import Gptq
+
+from .conftest import CONFIGS, make_model
+
+LAST, GATE = "self_attn.o_proj", "mlp.gate_proj"
+
+
+@pytest.fixture
+def watched(llama, blocks):
+    """A block, its batches, and a list that grows with each run of its attention."""
+    block, batches = blocks(copy.deepcopy(llama))[0]
+    block.schemes = {}
+    runs: list[int] = []
+    block.get("self_attn.q_proj").register_forward_hook(lambda *_: runs.append(1))
+    return block, batches, runs
+
+
+def keeping(block: Block, batches, room: float = math.inf) -> KeptOutputs:
+    block.kept_outputs = kept = KeptOutputs.of(block.family, batches, room)
+    assert kept is not None
+    return kept
+
+
+def test_a_later_look_runs_no_attention(watched) -> None:
+    """The look at its last linear goes on to its end; one inside it, or at another batch, runs."""
+    block, batches, runs = watched
+    expected = [inputs_of(block, batches[0], name)[0] for name in (LAST, GATE, "mlp.down_proj")]
+    end = run(block, batches[0])
+    keeping(block, batches[:1])
+    runs.clear()
+    inputs_of(block, batches[0], "self_attn.q_proj")
+    assert not runs and not block.kept_outputs.outputs
+    found = [inputs_of(block, batches[0], LAST)[0]]
+    assert len(runs) == 1 and len(block.kept_outputs.outputs) == 1
+    found += [inputs_of(block, batches[0], name)[0] for name in (GATE, "mlp.down_proj")]
+    assert len(runs) == 1
+    assert torch.equal(inputs_of(block, batches[0], LAST, GATE)[0], expected[0]) and len(runs) == 2
+    assert torch.equal(run(block, batches[0]), end) and len(runs) == 2
+    assert not block.kept_outputs.outputs  # no look follows a run to the block's end
+    assert all(map(torch.equal, found, expected))
+    for _ in range(2):
+        inputs_of(block, copy.copy(batches[0]), GATE)
+    assert len(runs) == 4
+    assert "forward" not in vars(block.get("self_attn"))
+
+
+def test_as_many_are_kept_as_there_is_room_for(watched) -> None:
+    block, batches, runs = watched
+    keeping(block, batches, room=batches[0].hidden.nbytes)
+    for _ in range(2):
+        observe(block, batches, {GATE: lambda x: None})
+    assert len(batches) > 1 and len(runs) == 2 * len(batches) - 1
+
+
+def test_a_block_may_change_what_attention_returns(watched) -> None:
+    block, batches, _ = watched
+
+    def doubled(module, inputs, output):
+        output[0].mul_(2)
+
+    block.get("self_attn").register_forward_hook(doubled)
+    expected = inputs_of(block, batches[0], GATE)[0]
+    keeping(block, batches)
+    for _ in range(3):
+        assert torch.equal(inputs_of(block, batches[0], GATE)[0], expected)
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_rounding_gives_the_same_codes(model: str, blocks, monkeypatch) -> None:
+    """On both paths, with inputs that the float block does not keep."""
+    monkeypatch.setattr(rounding, "kept_input_bytes", lambda *_: 0)
+    found, replayed = [], []
+    copied = KeptOutputs.instead
+
+    def counted(self, module, batch, observed, *, to_end):
+        replayed.append(id(batch) in self.outputs)
+        return copied(self, module, batch, observed, to_end=to_end)
+
+    monkeypatch.setattr(KeptOutputs, "instead", counted)
+    for room in (0, 1 << 40):
+        monkeypatch.setattr(rounding, "MOST_INPUT_BYTES", room)
+        block, batches = blocks(make_model(CONFIGS[model]))[0]
+        block.reference = Reference.of(block, {id(b): copy.deepcopy(b) for b in batches})
+        assert not any(replayed)
+        found.append(Gptq().round(block, batches))
+        assert block.kept_outputs is None and block.reference.block.kept_outputs is None
+    assert any(replayed)
+    none, every = found
+    assert none.keys() == every.keys()
+    assert all(torch.equal(none[name].codes, every[name].codes) for name in none)
