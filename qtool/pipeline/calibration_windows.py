@@ -213,7 +213,8 @@ class Windows:
     def _model(self, need: ContinuationMemory) -> Any:
         """The model that continues windows."""
         if need.rounded:
-            counts = need.batch_size * need.given, need.batch_size
+            last = need.pieces % need.batch_size or need.batch_size
+            counts = [n * each for n in (need.batch_size, last) for each in (need.given, 1)]
             return text_model(load_rounded(self.source, self.device, counts))
         dtype = None if self.device.type == "cuda" else torch.float32
         return text_model(load(self.source, device=str(self.device), dtype=dtype))

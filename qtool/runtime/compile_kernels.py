@@ -22,4 +22,4 @@ def compile_kernels(
         linear.product(torch.zeros(count, linear.in_features, dtype=dtype, device=device))
 
     with ThreadPoolExecutor() as threads:
-        list(threads.map(run, *zip(*product(linears, counts), strict=True)))
+        list(threads.map(run, *zip(*product(linears, dict.fromkeys(counts)), strict=True)))

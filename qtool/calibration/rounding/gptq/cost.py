@@ -190,15 +190,20 @@ def bytes_to_come(options: GptqOptions, family: Family, quantized: Shapes, colum
     Args:
         column: bytes of the tokens of the largest batch in one channel.
     """
-    before, _ = _before_last(options, family, quantized)
-    widest = max(k for _, k in quantized.values())
-    return before + LOOK_TENSORS * column * widest - 4 * sum(map(prod, quantized.values()))
+    inputs = LOOK_TENSORS * column * max(k for _, k in quantized.values())
+    before, _ = _before_last(options, family, quantized, inputs)
+    return before - 4 * sum(map(prod, quantized.values()))
 
 
-def _before_last(options: GptqOptions, family: Family, quantized: Shapes) -> tuple[int, int]:
-    """Most bytes at once until the last linears are solved, and while they are solved."""
+def _before_last(
+    options: GptqOptions, family: Family, quantized: Shapes, inputs: int = 0
+) -> tuple[int, int]:
+    """Most bytes at once until the last linears are solved, and while they are solved.
+
+    ``inputs`` are bytes of a batch beside the moments that it is added to.
+    """
     *earlier, (moments, last) = _moments_and_solving(options, family, quantized)
-    return max(moments, *(solving for _, solving in earlier)), last
+    return max(moments + inputs, *(solving for _, solving in earlier)), last
 
 
 def _moments_and_solving(
