@@ -109,7 +109,7 @@ def test_what_cannot_rotate_is_smoothed_behind_its_norms(
     steps = {step.name: dict(step.options) for step in job.recipe.transforms}
     assert steps == {
         "norm-fusion": {},
-        "rotate": {"learn_steps": 200, "residual": False},
+        "rotate": {"learn_steps": 120, "residual": False},
         "smooth": {"balance": True, "shift": True},
         "online-hadamard": {},
     }
@@ -134,7 +134,7 @@ def test_what_was_adapted_is_printed_and_recorded(
     recorded = json.loads((tmp_path / "out/qtool.json").read_text())["recipe"]
     assert (
         said in recorded["adaptations"][0]
-        and {"rotate": {"learn_steps": 200, "residual": False}} in recorded["methods"]
+        and {"rotate": {"learn_steps": 120, "residual": False}} in recorded["methods"]
     )
     assert said in qtool.plan(model, "w8a8", recipe="best").job.recipe.adaptations[0]
 

@@ -48,9 +48,10 @@ POWER = 2 ** (SQUARINGS + 1)
 #: share of a group's maximum up to which a number counts as 0: from 0.003 down its 15th power is a
 #: subnormal float32, which a CPU multiplies many times as slowly as others
 SMALLEST = 0.01
-#: size of the first step, in radians of a plane; it falls to 0
-RATE = 0.03
-MOMENTUM, SQUARES = 0.9, 0.99
+#: size of the first step, in radians of a plane times the root of n; it falls to 0 with the root of
+#: the share of steps that are left
+RATE = 0.75
+MOMENTUM, SQUARES = 0.8, 0.95
 #: rows of a step, as a multiple of n
 BATCH = 16
 #: weight of the axes relative to the rows; inputs have the weight 1
@@ -184,7 +185,8 @@ def descend(
     moved = Recorded(move, may_wait=False) if recorded else move
     for step in range(steps):
         share = 1 - SQUARES ** (step + 1)
-        rate = RATE * (1 - step / steps) / (1 - MOMENTUM ** (step + 1)) / 2
+        size = RATE * ((1 - step / steps) / q.shape[-1]) ** 0.5
+        rate = size / (1 - MOMENTUM ** (step + 1)) / 2
         moved(gradient_of(q, step), q.new_full((), share), q.new_full((), rate))
     q = q.double()
     for _ in range(4):  # Newton's iteration to the nearest orthogonal matrix
