@@ -8,7 +8,7 @@ is a product for each expert's rows.
 Legend: E experts, P pairs of a token and an expert it goes to, N output channels, K input channels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,8 +21,6 @@ from qtool.schemes.arithmetic.online_hadamard import rotate_fast, rotate_input
 
 #: bytes that the rows of a grouped matmul's operands must be multiples of
 ALIGNMENT = 16
-#: its public name since torch 2.10
-_grouped_mm: Callable[..., Tensor] = getattr(nn.functional, "grouped_mm", None) or torch._grouped_mm
 
 
 def segments(x: Tensor, counts: Sequence[int]) -> list[Tensor]:
@@ -102,7 +100,7 @@ def runs_grouped(x: Tensor, weight: Tensor) -> bool:
 def _grouped(linears: Sequence[Any], x: Tensor, counts: Sequence[int]) -> Tensor:
     number = torch.tensor(counts, device=x.device)
     ends = number.cumsum(0).to(torch.int32)
-    y = _grouped_mm(x, stacked(linears).mT, offs=ends)
+    y = nn.functional.grouped_mm(x, stacked(linears).mT, offs=ends)
     if linears[0].bias is not None:
         bias = torch.stack([linear.bias for linear in linears])
         y = y + bias.repeat_interleave(number, 0, output_size=len(x))

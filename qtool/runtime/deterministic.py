@@ -44,7 +44,7 @@ EXACT = frozenset(
 SUMS = frozenset({"add", "add_", "sub", "sub_"})
 #: divisions: to divide by a number, a GPU multiplies by its reciprocal
 QUOTIENTS = frozenset({"div", "div_"})
-#: torch's grouped matmul, and transformers' own where torch 2.9 or 2.10 has none
+#: torch's grouped matmul, and transformers' own where torch's does not run
 GROUPED = frozenset({"aten::_grouped_mm", "transformers::grouped_mm_fallback"})
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 #: query tokens of an attention that are computed at once; scores at once on a CPU (as many as its
