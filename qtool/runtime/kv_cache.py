@@ -90,16 +90,6 @@ class QuantCacheLayer(DynamicLayer):
         """Whether a rollback is exact: a cut group of several tokens is not restored."""
         return all(quantizer.tokens == 1 for quantizer in self.quantizers)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held for keys and values, parameters included."""
-        return sum(stored.nbytes for stored in self.stored)
-
-    @property
-    def nbytes_16bit(self) -> int:
-        """Bytes of the same keys and values in 16 bits."""
-        return sum(stored.nbytes_16bit for stored in self.stored)
-
     def get_seq_length(self) -> int:
         return self.stored[0].tokens
 
@@ -148,16 +138,6 @@ class QuantCache(Cache):
     def of(cls, model: PreTrainedModel) -> "QuantCache":
         """An empty cache as ``model`` (:func:`quantize_kv`) makes it for itself."""
         return cls(layers=_layers(model.get_decoder()))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(layer.nbytes for layer in self.layers)
-
-    @property
-    def nbytes_16bit(self) -> int:
-        """Bytes that the same tokens would take in 16 bits."""
-        return sum(layer.nbytes_16bit for layer in self.layers)
 
 
 def quantize_kv(model: PreTrainedModel, kv: str) -> None:

@@ -146,14 +146,6 @@ class PackedTokens:
         """Bytes that are held, room for further tokens included."""
         return sum(t.untyped_storage().nbytes() for t in self._tensors().values())
 
-    @property
-    def nbytes_16bit(self) -> int:
-        """Bytes of the same tokens in 16 bits."""
-        if self.rest is None:
-            return 0
-        batch, heads, _, dim = self.rest.shape
-        return 2 * batch * heads * self.tokens * dim
-
     def kernel_arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """``codes``, ``scale`` and ``zero`` with their room, as ``qtool::kv_attention`` takes them.
 
