@@ -62,15 +62,11 @@ class Gptq(ExportFormat):
     ) -> dict[str, Tensor]:
         affine = symmetric_4(linear_format, codes, params)
         (n, k), groups = codes.shape, affine.scale.shape[1]
-        zeros = torch.full(
-            (n, groups),
-            8 - ZERO_OFFSET[self.checkpoint_format],
-            dtype=torch.uint8,
-            device=codes.device,
-        )
+        zeros = 0x11 * (8 - ZERO_OFFSET[self.checkpoint_format])  # two in a byte
+        stored = torch.full((groups, n // 2), zeros, dtype=torch.uint8, device=codes.device)
         return {
             "qweight": WORDS.pack(affine.codes)["qweight"],
-            "qzeros": pack_zeros(zeros),
+            "qzeros": stored.view(torch.int32),
             "scales": half(affine.scale).t().contiguous(),
             "g_idx": torch.arange(k, dtype=torch.int32, device=codes.device) // (k // groups),
         }
@@ -98,11 +94,6 @@ def gptq_config(formats: Formats, checkpoint_format: str) -> dict[str, Any]:
         "lm_head": False,
         "checkpoint_format": checkpoint_format,
     }
-
-
-def pack_zeros(zeros: Tensor) -> Tensor:
-    """Zero points ``[N, G]`` as int32 ``[G, N / 8]``."""
-    return ROW_MAJOR.pack(zeros.t().contiguous())["qweight"].view(torch.int32)
 
 
 def read(tensors: Mapping[str, Tensor], n: int, k: int, checkpoint_format: str) -> Affine:
