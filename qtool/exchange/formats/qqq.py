@@ -25,7 +25,7 @@ from qtool.exchange.export_format import (
     Formats,
     float16_scale,
 )
-from qtool.exchange.formats.affine import symmetric_4
+from qtool.exchange.formats.affine import SYMMETRIC_4, symmetric_4
 from qtool.exchange.formats.gptq import gptq_config
 from qtool.format import LinearFormat
 from qtool.layouts.qqq import QQQ_CHANNEL, QQQ_GROUP
@@ -41,11 +41,7 @@ class Qqq(Float16Format):
         "GPTQModel"
     )
     next_step = "load DIR with GPTQModel"
-    expressible: Mapping[str, tuple[int | None, ...]] = {
-        "w4a16": (128, None),
-        "w4a16-24": (128, None),
-        "w4a4": (128, None),
-    }
+    expressible = dict.fromkeys(SYMMETRIC_4, (128, None))
     tile = (64, 128)
     config_copy: ClassVar[str] = "quantize_config.json"
 
