@@ -33,6 +33,7 @@ from qtool.io.model_directory import directory_of
 from qtool.io.source import read_config
 from qtool.models import family_of
 from qtool.models.cache_argument import CACHE, OLDER
+from qtool.models.experts import linear_of
 from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.kv_cache import unquantize_kv
 from qtool.runtime.linear import QuantLinear
@@ -145,14 +146,7 @@ def _exported(
         scale.dtype
     )
     int8 = target.activations(linear.format.scheme) == TOKEN_INT8 and not dequantize
-    kind = LibraryLinear if int8 else nn.Linear
-    made = kind(
-        linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
-    )
-    made.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-    if linear.bias is not None:
-        made.bias = nn.Parameter(linear.bias, requires_grad=False)
-    return made
+    return linear_of(weight.to(dtype), linear.bias, LibraryLinear if int8 else nn.Linear)
 
 
 class _Fp8Cache:

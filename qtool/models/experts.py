@@ -177,14 +177,18 @@ class Expert(nn.Module):
     def __init__(self, names: Experts, tensors: dict[str, Tensor]) -> None:
         super().__init__()
         for role, name in names.roles.items():
-            weight = tensors[f"{role}.weight"]
-            bias = tensors.get(f"{role}.bias")
-            n, k = weight.shape
-            linear = nn.Linear(k, n, bias=bias is not None, device="meta")
-            linear.weight = nn.Parameter(weight, requires_grad=False)
-            if bias is not None:
-                linear.bias = nn.Parameter(bias, requires_grad=False)
+            linear = linear_of(tensors[f"{role}.weight"], tensors.get(f"{role}.bias"))
             self.add_module(name, linear)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
+    """A linear of ``weight [N, K]`` and ``bias [N]``, which are not copied and get no gradients."""
+    n, k = weight.shape
+    linear = kind(k, n, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 class SeparateExperts(nn.ModuleList):

@@ -22,7 +22,7 @@ from qtool.format import QUANT_METHOD, WEIGHTS_FIELD, CheckpointFormat
 from qtool.io.integrity import require_intact
 from qtool.models import family_of
 from qtool.models.conv1d import replace_conv1d
-from qtool.models.experts import SeparateExperts, separate_experts
+from qtool.models.experts import SeparateExperts, linear_of, separate_experts
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, NEUTRAL
 
@@ -158,11 +158,6 @@ def quantized_linears(model: nn.Module) -> dict[str, QuantLinear]:
 def dequantized(model: PreTrainedModel) -> PreTrainedModel:
     """``model`` with its QuantLinears replaced, in place, by linears of the dequantized weights."""
     for name, module in quantized_linears(model).items():
-        linear = nn.Linear(
-            module.in_features, module.out_features, bias=module.bias is not None, device="meta"
-        )
-        linear.weight = nn.Parameter(module.dequantize().to(model.dtype), requires_grad=False)
-        if module.bias is not None:
-            linear.bias = nn.Parameter(module.bias, requires_grad=False)
-        model.set_submodule(name, linear)
+        weight = module.dequantize().to(model.dtype)
+        model.set_submodule(name, linear_of(weight, module.bias))
     return model
