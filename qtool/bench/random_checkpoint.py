@@ -122,7 +122,7 @@ def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
     return SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
 
 
-def make(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
+def make(config: dict[str, Any], directory: Path) -> Path:
     """Write a checkpoint of ``config`` into ``directory``; weights are drawn on a GPU if possible.
 
     Files that a killed call has left there are written again.
@@ -133,7 +133,7 @@ def make(config: dict[str, Any], directory: Path, seed: int = 0) -> Path:
 
     def shard(number: int, spec: dict[str, Tensor]) -> str:
         name = f"model-{number:05d}.safetensors"
-        random = torch.Generator(device).manual_seed(seed * 100_003 + number)
+        random = torch.Generator(device).manual_seed(number)
         write(directory / name, spec, ((key, _weight(t, random)) for key, t in spec.items()))
         return name
 

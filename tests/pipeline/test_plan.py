@@ -722,12 +722,10 @@ def test_a_shape_with_experts_is_quantized_at_a_tiny_size(
     assert kept["model_type"] == SHAPES[shape]["model_type"] and kept[count] == 16
 
 
-def test_random_checkpoints_are_alike_for_one_seed(tmp_path: Path) -> None:
-    one, two, other = (
-        make(config_of("llama-tiny", 1), tmp_path / n, s) for n, s in (("a", 0), ("b", 0), ("c", 1))
-    )
+def test_random_checkpoints_are_alike(tmp_path: Path) -> None:
+    one, two = (make(config_of("llama-tiny", 1), tmp_path / name) for name in "ab")
     name = "model-00001.safetensors"
-    assert (one / name).read_bytes() == (two / name).read_bytes() != (other / name).read_bytes()
+    assert (one / name).read_bytes() == (two / name).read_bytes()
 
 
 def test_blocks_that_a_rule_leaves_alone_are_listed() -> None:
