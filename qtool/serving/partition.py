@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.format import LinearFormat, same_bytes
-
-#: rows of a random weight on which a cut of input channels is tried; every layout's tile divides it
-TRIED_ROWS = 256
+from qtool.format import SLAB_ROWS, LinearFormat, same_bytes
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:
 
     It is tried on a random weight.
     """
-    scheme, n, share = linear_format.scheme_object, TRIED_ROWS, k // ranks
+    scheme, n, share = linear_format.scheme_object, SLAB_ROWS, k // ranks
     weight = torch.randn(
         n, k, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
     )
