@@ -39,12 +39,10 @@ class Folds:
             or not self.block.only(facts, linears)
         ):
             return none
+        if {Kind.SUM, Kind.TURNED, Kind.MIXED} & {f.kind for f in facts.values()}:
+            return none
         direct = [p for p, f in facts.items() if f.kind <= Kind.SCALED]
         others = [p for p, f in facts.items() if f.kind == Kind.ORDERED]
-        if len(direct) + len(others) < len(facts) or any(
-            f.kind == Kind.SUM for f in facts.values()
-        ):
-            return none
         if len(direct) == 1 and self.attention.is_output(direct[0], facts[direct[0]]):
             names = self.attention.heads_of(direct[0])
             if names is None:
