@@ -57,18 +57,6 @@ def suggest(word: object, known: Iterable[str]) -> str:
     return f"known: {', '.join(known) or 'none'}"
 
 
-def require_known(options: Iterable[str], known: Iterable[str]) -> None:
-    """Check that all keywords ``options`` of a function are ``known``.
-
-    Raises:
-        QtoolError: naming the first unknown one, with a suggestion.
-    """
-    known = list(known)
-    for name in options:
-        if name not in known:
-            raise QtoolError(f"unknown option {name!r}: {suggest(name, known)}")
-
-
 def require_count(name: str, value: object, least: int = 1) -> None:
     """Check that ``value`` is a whole number of at least ``least``.
 

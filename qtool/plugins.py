@@ -31,7 +31,6 @@ from qtool.errors import (
     QtoolError,
     described,
     in_one_line,
-    require_known,
     require_text,
     suggest,
 )
@@ -210,7 +209,9 @@ def require_keywords(options: Mapping[str, Any], declared: type) -> None:
         QtoolError: naming the keyword, with a suggestion, or its value and its type.
     """
     kinds = get_type_hints(declared)
-    require_known(options, kinds)
+    for name in options:
+        if name not in kinds:
+            raise QtoolError(f"unknown option {name!r}: {suggest(name, kinds)}")
     given = SimpleNamespace(**options)
     require_kinds(given, "options", {name: kinds[name] for name in options})
 
