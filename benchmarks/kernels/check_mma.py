@@ -18,6 +18,7 @@ from alone import captured, main, ulp, where
 from torch import Tensor
 
 from qtool import layouts, schemes
+from qtool.bench.gemm_columns import draw
 from qtool.kernels.activation.arrangement import arrange
 from qtool.kernels.activation.quantize_packed_groups import pack_tokens, quantize_packed_groups
 from qtool.kernels.build import compile_all
@@ -168,11 +169,6 @@ class Case:
             tile, x, torch.ones(len(x), len(self.scale), device="cuda"), None, dtype
         ).long()
         return where(got != (x.double() @ self.w8.double().t()).long(), got)
-
-
-def draw(low: int, high: int, *shape: int) -> Tensor:
-    """Random bytes of ``low`` to ``high - 1``."""
-    return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
 
 
 def offsets(scheme: str) -> range:

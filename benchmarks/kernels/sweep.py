@@ -12,7 +12,7 @@ import torch
 
 from qtool.bench.cuda_graphs import floor_us, graph_us
 from qtool.bench.gemm import MODELS
-from qtool.bench.gemm_columns import S4_LAYOUTS, Column, kernel_calls, random_weights
+from qtool.bench.gemm_columns import S4_LAYOUTS, Column
 from qtool.kernels.build import compile_all
 from qtool.kernels.hopper.gemm import definition
 from qtool.kernels.hopper.tiles import Tile
@@ -61,27 +61,19 @@ def main() -> None:
     sizes = [int(m) for m in args.tokens.split(",")]
     s4_groups = args.scheme in S4_LAYOUTS and args.group is not None
     wanted = sorted({t for m in sizes for t in tiles(m, s4_groups)}, key=str)
-    operand = Column(args.scheme, args.group, 4.0).operand()
+    column = Column(args.scheme, args.group, 4.0)
+    operand = column.operand()
     compile_all((definition(operand, tile, torch.bfloat16) for tile in wanted), "sm_90a")
     results = []
     for model in args.models.split(","):
         for name, (n, k) in MODELS[model].items():
-            weights = random_weights(args.scheme, args.group, n, k)
+            weights = column.weights(n, k)
             for m in sizes:
                 rows = []
                 for tile, overlap in itertools.product(
                     tiles(m, s4_groups), (True, False) if args.both else (True,)
                 ):
-                    calls = kernel_calls(
-                        Column(args.scheme, args.group, 4.0).operand(),
-                        weights,
-                        m,
-                        n,
-                        k,
-                        tile,
-                        overlap,
-                    )
-                    us = graph_us(calls, replays=7)
+                    us = graph_us(column.calls(weights, m, n, k, tile, overlap), replays=7)
                     rows.append((us, tile, overlap))
                     results.append([model, name, m, n, k, str(tile), overlap, us])
                 rows.sort(key=lambda row: row[0])

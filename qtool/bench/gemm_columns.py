@@ -27,53 +27,9 @@ from qtool.kernels.mma.half_tiles import choose as choose_mma
 S4_LAYOUTS = {"w4a4": "apex4", "w4ax-fmpq": "w4ax-interleaved"}
 
 
-def random_weights(scheme: str, group_size: int | None, n: int, k: int) -> list[Weight]:
-    """Random weights ``[n, k]`` of a scheme, one for each rotated copy; level 2 is legal."""
-
-    def draw(low: int, high: int, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.randint(low, high, shape, dtype=dtype, device="cuda")
-
-    weights = []
-    for _ in range(copies(n * k / (1 if scheme == "w8a8" else 2))):
-        scale = torch.rand(n, device="cuda") * 1e-3
-        if scheme == "w8a8":
-            weights.append(Weight(scale, boxed=draw(-127, 128, n, k, dtype=torch.int8)))
-            continue
-        if scheme in S4_LAYOUTS:
-            scale = (torch.rand(k // (group_size or k), n, device="cuda") * 1e-3).bfloat16()
-            shape = (k // 32, n, 16) if scheme == "w4a4" else (n, k // 2)
-            weights.append(Weight(scale, boxed=draw(0, 256, *shape).flatten(1)))
-            continue
-        qweight = draw(0, 256, n // 64, k // 64, 2048)
-        if group_size is None:
-            weights.append(Weight(scale, qweight=qweight, zero1=draw(0, 16, n)))
-            continue
-        level2 = (n // 64, k // group_size, 64)
-        offset = draw(9, 130, *level2) if scheme == "w4a8-lqq" else draw(0, 16, *level2)
-        weights.append(Weight(scale, qweight=qweight, scale2=draw(1, 9, *level2), offset2=offset))
-    return weights
-
-
-def kernel_calls(
-    operand: Operand,
-    weights: Sequence[Weight],
-    m: int,
-    n: int,
-    k: int,
-    tile: Tile,
-    overlap: bool = True,
-) -> list[Callable[[], object]]:
-    """One launch per weight, for ``m`` random tokens and a bf16 output."""
-    x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
-    # [G, M4]
-    sx = torch.rand(max(1, weights[0].scale1.numel() // n), (m + 3) // 4 * 4, device="cuda")
-    token_sum = x.sum(1, dtype=torch.int32)
-    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
-
-    return [
-        partial(run, operand, tile, x, sx, weight, out, token_sum=token_sum, overlap=overlap)
-        for weight in weights
-    ]
+def draw(low: int, high: int, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Random integers of ``low`` to ``high - 1`` on the GPU."""
+    return torch.randint(low, high, shape, dtype=dtype, device="cuda")
 
 
 @dataclass(frozen=True)
@@ -100,14 +56,44 @@ class Column:
         return gemm.definition(self.operand(), self.tile(m, n, k), torch.bfloat16)
 
     def weights(self, n: int, k: int) -> list[Weight]:
-        """Random weights, one for each rotated copy."""
-        return random_weights(self.scheme, self.group_size, n, k)
+        """Random weights ``[n, k]``, one for each rotated copy; level 2 is legal."""
+        size = n * k / (1 if self.scheme == "w8a8" else 2)
+        return [self._weight(n, k) for _ in range(copies(size))]
+
+    def _weight(self, n: int, k: int) -> Weight:
+        if self.scheme in S4_LAYOUTS:
+            scale = (torch.rand(k // (self.group_size or k), n, device="cuda") * 1e-3).bfloat16()
+            shape = (k // 32, n, 16) if self.scheme == "w4a4" else (n, k // 2)
+            return Weight(scale, boxed=draw(0, 256, *shape).flatten(1))
+        scale = torch.rand(n, device="cuda") * 1e-3
+        if self.scheme == "w8a8":
+            return Weight(scale, boxed=draw(-127, 128, n, k, dtype=torch.int8))
+        qweight = draw(0, 256, n // 64, k // 64, 2048)
+        if self.group_size is None:
+            return Weight(scale, qweight=qweight, zero1=draw(0, 16, n))
+        level2 = (n // 64, k // self.group_size, 64)
+        offset = draw(9, 130, *level2) if self.scheme == "w4a8-lqq" else draw(0, 16, *level2)
+        return Weight(scale, qweight=qweight, scale2=draw(1, 9, *level2), offset2=offset)
 
     def calls(
-        self, weights: Sequence[Weight], m: int, n: int, k: int
+        self,
+        weights: Sequence[Weight],
+        m: int,
+        n: int,
+        k: int,
+        tile: Tile | None = None,
+        overlap: bool = True,
     ) -> list[Callable[[], object]]:
-        """One launch per weight."""
-        return kernel_calls(self.operand(), weights, m, n, k, self.tile(m, n, k))
+        """One launch per weight, for ``m`` random tokens and a bf16 output."""
+        x = draw(-127, 128, m, k, dtype=torch.int8)
+        # [G, M4]
+        sx = torch.rand(max(1, weights[0].scale1.numel() // n), (m + 3) // 4 * 4, device="cuda")
+        out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+        tile, token_sum = tile or self.tile(m, n, k), x.sum(1, dtype=torch.int32)
+        launch = partial(
+            run, self.operand(), tile, x, sx, out=out, token_sum=token_sum, overlap=overlap
+        )
+        return [partial(launch, weight=weight) for weight in weights]
 
 
 @dataclass(frozen=True)
@@ -132,9 +118,7 @@ class HalfColumn:
         inputs = 32 if self.sparse else 16
 
         def random_weight() -> HalfWeight:
-            qweight = torch.randint(
-                -(2**31), 2**31, (k // inputs, 2 * n), dtype=torch.int32, device="cuda"
-            )
+            qweight = draw(-(2**31), 2**31, k // inputs, 2 * n, dtype=torch.int32)
             scale = (torch.rand(k // (self.group_size or k), n, device="cuda") * 1e-2).bfloat16()
             # elements 2 and 3 of each four stay
             positions = torch.full((k // 32, 2 * n), -0x1112, dtype=torch.int16, device="cuda")
@@ -175,9 +159,6 @@ class MmaColumn:
         )
 
     def weights(self, n: int, k: int) -> list[MmaWeight]:
-        def draw(low: int, high: int, *shape: int) -> Tensor:
-            return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
-
         def random_weight() -> MmaWeight:
             qweight = draw(0, 256, n, k // 2).view(torch.int8)
             scale = torch.rand(n, device="cuda") * 1e-3
@@ -193,7 +174,7 @@ class MmaColumn:
     def calls(
         self, weights: Sequence[MmaWeight], m: int, n: int, k: int
     ) -> list[Callable[[], object]]:
-        x = torch.randint(-127, 128, (m, k), dtype=torch.int8, device="cuda")
+        x = draw(-127, 128, m, k, dtype=torch.int8)
         sx, token_sum = torch.rand(m, device="cuda"), x.sum(1, dtype=torch.int32)
         out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
         operand = w4a8_mma.operand(self.scheme, self.group_size)
