@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from qtool.bench.random_checkpoint import UNTOUCHED
-from qtool.io.safetensors import write, write_json
+from qtool.bench.random_checkpoint import UNTOUCHED, make
+from qtool.io.safetensors import write
 from qtool.io.source import Checkpoint
-from qtool.models import family_of
 from qtool.pipeline.job import Job
 from qtool.recipes import parse
 
@@ -49,27 +48,12 @@ TINY = {
 }
 
 
-def make(directory: Path, gigabytes: float, config: dict[str, Any]) -> None:
-    """A checkpoint of about ``gigabytes``, with a shard for each block."""
-    family = family_of("llama")
-    one = Job.of(config | {"num_hidden_layers": 1}, parse(UNTOUCHED, "none"))
-    block = sum(t.nbytes for t in one.block_tensors(0).values())
+def of_size(gigabytes: float, config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with as many blocks as make about ``gigabytes``."""
+    job = Job.of(config | {"num_hidden_layers": 1}, parse(UNTOUCHED, "none"))
     outside = 4 * config["vocab_size"] * config["hidden_size"]
-    layers = max(1, round((gigabytes * 1e9 - outside) / block))
-    job = Job.of(config | {"num_hidden_layers": layers}, parse(UNTOUCHED, "none"))
-    directory.mkdir(parents=True)
-    weight_map = {}
-    for number, spec in enumerate(job.shards()):
-        name = f"model-{number:05d}.safetensors"
-        write(
-            directory / name,
-            spec,
-            ((k, 0.02 * torch.randn(t.shape, dtype=torch.bfloat16)) for k, t in spec.items()),
-        )
-        weight_map |= dict.fromkeys(spec, name)
-    write_json(directory / "model.safetensors.index.json", {"weight_map": weight_map})
-    write_json(directory / "config.json", job.config)
-    assert family is job.family
+    blocks = round((gigabytes * 1e9 - outside) / job.block_bytes(0))
+    return config | {"num_hidden_layers": max(1, blocks)}
 
 
 def copy(source: Path, out: Path) -> float:
@@ -101,7 +85,7 @@ def main() -> None:
     source = arguments.directory / "source"
     if not source.exists():
         gigabytes = 0.0 if arguments.tiny else arguments.gigabytes
-        make(source, gigabytes, CONFIG | (TINY if arguments.tiny else {}))
+        make(of_size(gigabytes, CONFIG | (TINY if arguments.tiny else {})), source)
     for name in ("copy", "quantized", "quantized.partial"):
         shutil.rmtree(arguments.directory / name, ignore_errors=True)
     copied = copy(source, arguments.directory / "copy")
