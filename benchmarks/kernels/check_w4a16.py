@@ -102,14 +102,7 @@ class Case:
     ) -> Tensor:
         out = torch.full((len(x) + 1, len(self.exact)), 77.0, dtype=out_dtype, device="cuda")
         out[:-1] = float("nan")
-        if isinstance(tile, Tile):
-            w = self.weight
-            sparse = w.metadata is not None
-            kernel = operand(w.group, x.dtype, w.scale.dtype, tile.tokens, sparse=sparse)
-            packed = packed_weight(w.qweight, w.scale, w.metadata)
-            gemm.run(kernel, tile, x, None, packed, out[:-1], bias=bias)
-        else:
-            run(tile, x, self.weight, out[:-1], bias, hopper=hopper)
+        launch(tile, x, self.weight, out[:-1], bias, hopper=hopper)
         assert (out[-1] == 77).all(), "wrote beyond the last token"
         return out[:-1]
 
@@ -210,6 +203,19 @@ def source(variant: Variant, tile: AnyTile, hopper: bool) -> Source:
         )
         return gemm.definition(kernel, tile, variant.out)
     return definition(variant, tile, CAPABILITY, hopper=hopper)
+
+
+def launch(
+    tile: AnyTile, x: Tensor, weight: HalfWeight, out: Tensor, bias: Tensor | None, hopper: bool
+) -> None:
+    """Launch the kernel of a tile."""
+    if isinstance(tile, Tile):
+        sparse = weight.metadata is not None
+        kernel = operand(weight.group, x.dtype, weight.scale.dtype, tile.tokens, sparse=sparse)
+        packed = packed_weight(weight.qweight, weight.scale, weight.metadata)
+        gemm.run(kernel, tile, x, None, packed, out, bias=bias)
+    else:
+        run(tile, x, weight, out, bias, hopper=hopper)
 
 
 def runs(variant: Variant, tile: AnyTile) -> bool:

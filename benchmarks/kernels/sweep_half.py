@@ -10,18 +10,15 @@ import sys
 from functools import partial
 
 import torch
+from check_w4a16 import CAPABILITY, AnyTile, launch, source
 
 from qtool.bench.cuda_graphs import floor_us, graph_us
 from qtool.bench.gemm import MODELS
 from qtool.bench.gemm_columns import HalfColumn
-from qtool.kernels.build import Source, compile_all
-from qtool.kernels.hopper import gemm
+from qtool.kernels.build import compile_all
 from qtool.kernels.hopper.tiles import Tile
-from qtool.kernels.hopper.w4a16 import operand, packed_weight
-from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run, shared_bytes
+from qtool.kernels.mma.half_gemm import Variant, shared_bytes
 from qtool.kernels.mma.half_tiles import MULTIPROCESSORS, HalfTile
-
-HOPPER = (9, 0)
 
 
 def tiles(m: int, variant: Variant) -> list[HalfTile]:
@@ -40,7 +37,7 @@ def tiles(m: int, variant: Variant) -> list[HalfTile]:
         for tile in made
         if tile.threads <= 512
         and 256 <= tile.threads * tile.blocks_per_sm <= most_threads
-        and tile.stages(variant.stage_bytes(tile), shared_bytes(tile, HOPPER)) >= 2
+        and tile.stages(variant.stage_bytes(tile), shared_bytes(tile, CAPABILITY)) >= 2
     ]
 
 
@@ -63,27 +60,6 @@ def fills(tile: HalfTile, m: int, n: int) -> bool:
     )
 
 
-def source(variant: Variant, tile: HalfTile | Tile) -> Source:
-    """One of the kernels."""
-    if isinstance(tile, Tile):
-        kernel = operand(
-            variant.group, variant.x, variant.scale, tile.tokens, sparse=variant.sparse
-        )
-        return gemm.definition(kernel, tile, variant.out)
-    return definition(variant, tile, HOPPER, hopper=True)
-
-
-def launch(tile: HalfTile | Tile, x: torch.Tensor, weight: HalfWeight, out: torch.Tensor) -> None:
-    """One of the kernels, without bias."""
-    if isinstance(tile, Tile):
-        sparse = weight.metadata is not None
-        kernel = operand(weight.group, x.dtype, weight.scale.dtype, tile.tokens, sparse=sparse)
-        packed = packed_weight(weight.qweight, weight.scale, weight.metadata)
-        gemm.run(kernel, tile, x, None, packed, out)
-    else:
-        run(tile, x, weight, out, None)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="llama-3-8b")
@@ -96,20 +72,18 @@ def main() -> None:
     column = HalfColumn(args.sparse, 128, 3.125 if args.sparse else 4.125)
     variant = Variant(args.sparse, 128, bf16, bf16, bf16)
     sizes = [int(m) for m in args.tokens.split(",")]
-    wanted: set[HalfTile | Tile] = {tile for m in sizes for tile in tiles(m, variant)}
+    wanted: set[AnyTile] = {tile for m in sizes for tile in tiles(m, variant)}
     wanted |= {tile for m in sizes for tile in wgmma_tiles(m)}
-    compile_all((source(variant, tile) for tile in wanted), "sm_90a")
+    compile_all((source(variant, tile, hopper=True) for tile in wanted), "sm_90a")
     for name, (n, k) in MODELS[args.model].items():
         weights = column.weights(n, k)
         for m in sizes:
             x = torch.randn(m, k, device="cuda").to(bf16)
             out = torch.empty(m, n, dtype=bf16, device="cuda")
 
-            def microseconds(
-                tile: HalfTile | Tile, x: torch.Tensor = x, out: torch.Tensor = out
-            ) -> float:
-                calls = [partial(launch, tile, x, weight, out) for weight in weights]  # noqa: B023
-                return graph_us(calls, replays=5)
+            def microseconds(tile: AnyTile, x: torch.Tensor = x, out: torch.Tensor = out) -> float:
+                launched = partial(launch, tile, x, out=out, bias=None, hopper=True)
+                return graph_us([partial(launched, weight=w) for w in weights], replays=5)  # noqa: B023
 
             rows = sorted(
                 (microseconds(tile), str(tile))
