@@ -17,21 +17,11 @@ from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
 from qtool.units import bytes_text
 from tests.conftest import MakeModel
-
-LAYOUT = {"w8a8": "row-major-8"}
-
-
-def rule(scheme: str | None, group_size: Any = None, match: str = ".*") -> dict[str, Any]:
-    return {
-        "match": match,
-        "scheme": scheme,
-        "group_size": group_size,
-        "layout": LAYOUT.get(str(scheme), "row-major"),
-    }
+from tests.exchange.conftest import recipe_of, rule
 
 
 def native(source: Path, *rules: dict[str, Any], **more: Any) -> Path:
-    recipe = recipes.parse({"scheme": "test", "layers": list(rules)} | more, "test")
+    recipe = recipe_of(list(rules), **more)
     return quantize(Checkpoint(source), recipe, source.with_name(source.name + "-native"))
 
 
@@ -301,14 +291,7 @@ def test_reordered_inputs(
 ) -> None:
     """One scale a channel: columns go back to the model's order. Groups would be torn apart."""
     source = make_model(dtype=torch.bfloat16, num_key_value_heads=4)
-    recipe = recipes.parse(
-        {
-            "scheme": "test",
-            "layers": [rule(scheme, size)],
-            "transforms": [{"reorder": {"groups": ["norm"]}}],
-        },
-        "test",
-    )
+    recipe = recipe_of([rule(scheme, size)], transforms=[{"reorder": {"groups": ["norm"]}}])
     tokens = torch.randint(0, 320, (4, 32), generator=torch.Generator().manual_seed(0)).split(2)
     directory = quantize(
         Checkpoint(source), recipe, tmp_path / "native", calibration=Calibration(tokens)
@@ -358,7 +341,7 @@ def test_kv_scales(make_model: MakeModel, tmp_path: Path) -> None:
 def test_falcon_leaves_kv_scales_out(make_model: MakeModel, tmp_path: Path) -> None:
     """vLLM's Falcon looks each name of the file up among its own, and has none for them."""
     source = Checkpoint(make_model("falcon", dtype=torch.float16))
-    recipe = recipes.parse({"scheme": "t", "kv": "kv8", "layers": [rule("w4a16", 128)]}, "t")
+    recipe = recipe_of([rule("w4a16", 128)], kv="kv8")
     tokens = (torch.arange(128).view(2, 64) % 320).split(1)
     ours = quantize(source, recipe, tmp_path / "native", calibration=Calibration(tokens))
     assert any(name.endswith("k_scale") for name in Checkpoint(ours).entries)

@@ -30,14 +30,10 @@ from qtool.report.build import weight_errors
 from qtool.runtime.huggingface import quantized_linears
 from qtool.runtime.load import load
 from tests.conftest import MakeModel
+from tests.exchange.test_export import native
 from tests.models.tiny import save_tiny
 
 IDS = torch.arange(48).reshape(2, 24) * 5 % 320
-
-
-def native(source: Path, *rules: dict[str, Any]) -> Path:
-    recipe = recipes.parse({"scheme": "test", "layers": list(rules)}, "test")
-    return quantize(Checkpoint(source), recipe, source.with_name(source.name + "-native"))
 
 
 def w4a16(size: Any, match: str = ".*") -> dict[str, Any]:
