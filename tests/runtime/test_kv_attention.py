@@ -8,43 +8,16 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from qtool.models.cache_argument import CACHE
 from qtool.runtime import kv_attention, kv_cache
 from qtool.runtime.kv_attention import attend
-from qtool.runtime.kv_cache import QuantCache, quantize_kv
+from qtool.runtime.kv_cache import QuantCache
 from qtool.runtime.packed_kv import PackedTokens
 from qtool.schemes.kv import KV4
-from tests.runtime.test_kv_cache import ids
+from tests.runtime.test_kv_cache import ids, make_model
 
 NAMES = ("kv4", "kv8")
-
-
-def make_model(kv: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=64,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.3,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        **changes,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    quantize_kv(model, kv)
-    for name, buffer in model.named_buffers():
-        if name.endswith(("k_scale", "v_scale")):
-            buffer.copy_(torch.rand_like(buffer) * 0.02 + 0.05)
-        if name.endswith("k_offset"):
-            buffer.copy_(torch.randn_like(buffer))
-    return model
 
 
 def reads_here(stored: PackedTokens, new: torch.Tensor) -> bool:
@@ -80,7 +53,11 @@ def decode(
 def test_decoding_packed_is_decoding_dequantized(
     name: str, padding: int, packed_calls: mock.Mock
 ) -> None:
-    model, cuts, mask = make_model(name), [70, 1, 1, 4, 1, 1], torch.ones(2, 78, dtype=torch.long)
+    model, cuts, mask = (
+        make_model(name, torch.bfloat16),
+        [70, 1, 1, 4, 1, 1],
+        torch.ones(2, 78, dtype=torch.long),
+    )
     mask[1, :padding] = 0
     found = decode(model, ids(78), cuts, mask)
     assert packed_calls.call_count == 5 * 2  # every forward but the first, in each of two layers
@@ -95,7 +72,7 @@ def test_decoding_packed_is_decoding_dequantized(
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_beams_and_guessed_tokens(name: str, packed_calls: mock.Mock) -> None:
-    model = make_model(name)
+    model = make_model(name, torch.bfloat16)
     assert model.generate(ids(24), max_new_tokens=4, num_beams=3, do_sample=False).shape == (2, 28)
     beams = packed_calls.call_count
     assert model.generate(ids(24, batch=1), max_new_tokens=4, prompt_lookup_num_tokens=2).shape == (
@@ -107,17 +84,19 @@ def test_beams_and_guessed_tokens(name: str, packed_calls: mock.Mock) -> None:
 
 @torch.no_grad()
 def test_models_that_are_not_on_sdpa_keep_their_attention(packed_calls: mock.Mock) -> None:
-    model = make_model("kv4", attn_implementation="eager")
+    model = make_model("kv4", torch.bfloat16, attn_implementation="eager")
     assert model.config._attn_implementation == "eager"
     decode(model, ids(9), [8, 1])
     assert not packed_calls.called
-    assert make_model("kv4").config._attn_implementation == kv_attention.NAME
-    assert "attn" not in make_model("kv4").config.to_json_string().replace("attention", "")
+    assert make_model("kv4", torch.bfloat16).config._attn_implementation == kv_attention.NAME
+    assert "attn" not in make_model("kv4", torch.bfloat16).config.to_json_string().replace(
+        "attention", ""
+    )
 
 
 @torch.no_grad()
 def test_what_the_kernel_has_not_is_read_dequantized(packed_calls: mock.Mock) -> None:
-    model = make_model("kv4")
+    model = make_model("kv4", torch.bfloat16)
     bias = torch.zeros(2, 1, 1, 21, dtype=torch.bfloat16)
     bias[..., 0] = -1e9
     cache = QuantCache.of(model)

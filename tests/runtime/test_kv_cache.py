@@ -33,7 +33,9 @@ HEADS, DIM, LAYERS, CONTEXT = 2, 16, 2, 256
 NAMES = ("kv8", "kv4", "kv4-channel")
 
 
-def make_model(kv: str | None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def make_model(
+    kv: str | None, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=61,
@@ -48,6 +50,7 @@ def make_model(kv: str | None, dtype: torch.dtype = torch.float32) -> PreTrained
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
+        **changes,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if kv:
@@ -55,6 +58,8 @@ def make_model(kv: str | None, dtype: torch.dtype = torch.float32) -> PreTrained
     for name, buffer in model.named_buffers():
         if name.endswith(("k_scale", "v_scale")):
             buffer.copy_(torch.rand_like(buffer) * 0.02 + 0.05)
+        if name.endswith("k_offset"):
+            buffer.copy_(torch.randn_like(buffer))
     return model
 
 
