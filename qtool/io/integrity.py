@@ -80,13 +80,9 @@ def recorded_transforms(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: options for name, options in every.items() if name not in KEEPS_WEIGHTS}
 
 
-def recorded_hashes(directory: Path, kind: str = "shards") -> dict[str, str]:
-    """The recorded sha256 of each shard, by name; empty if there is no record.
-
-    With the ``kind`` ``tokenizer`` it is that of each file of :data:`TOKENIZER`.
-    """
-    found = read_record(directory).get(kind)
-    return found if isinstance(found, dict) else {}
+def recorded_hashes(directory: Path) -> dict[str, str]:
+    """The recorded sha256 of each shard, by name; empty if there is no record."""
+    return read_record(directory).get("shards", {})
 
 
 def hashes_to_check(directory: Path) -> dict[str, str]:
@@ -144,7 +140,7 @@ def changed_beside_shards(directory: Path) -> Iterator[tuple[str, str]]:
     """
     recorded = read_record(directory)
     hashes = {name: recorded[name] for name in (CONFIG, INDEX) if name in recorded}
-    for name, digest in (hashes | recorded_hashes(directory, "tokenizer")).items():
+    for name, digest in (hashes | recorded.get("tokenizer", {})).items():
         if sha256_of(directory / Path(name).name) != digest:
             yield name, CHANGED
 
