@@ -35,8 +35,7 @@ TASKS_HEAD = "by", "questions", "accuracy ± standard error"
 
 def result(file: Path) -> dict[str, Any]:
     """The first task of a file of ``qtool eval --json``."""
-    task: dict[str, Any] = json.loads(file.read_text())["tasks"][0]
-    return task
+    return json.loads(file.read_text())["tasks"][0]
 
 
 def label(name: str) -> str:

@@ -100,8 +100,7 @@ def convert(work: Conversion, out: Path, progress: Progress | None = None) -> li
     if not output.finished:
         with closing(output):
             _convert(work, output, shards, recorded, progress)
-    notes: list[Json] = read_record(out)["blocks"]
-    return notes
+    return read_record(out)["blocks"]
 
 
 def _convert(

@@ -133,8 +133,7 @@ def expert_parts(stacked: Any) -> list[tuple[str, tuple[int, int], bool]]:
 def gated(stacked: Any, gate: Tensor | None, up: Tensor) -> Tensor:
     """The input of down, ``[T, I]`` each, by the stack's own function."""
     if gate is None:
-        product: Tensor = stacked.act_fn(up)
-        return product
+        return stacked.act_fn(up)
     own = getattr(stacked, "_apply_gate", None)
     if own is None or own.__name__ == "_default_apply_gate":
         product = stacked.act_fn(gate) * up

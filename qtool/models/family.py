@@ -374,8 +374,7 @@ def _class_keys(model_type: str) -> Mapping[str, str]:
 
     if model_type not in CONFIG_MAPPING:
         return {}
-    found: Mapping[str, str] = CONFIG_MAPPING[model_type].attribute_map
-    return found
+    return CONFIG_MAPPING[model_type].attribute_map
 
 
 def _each(name: str, count: int) -> range:

@@ -183,8 +183,7 @@ class SharedHeadCache:
         """``cache``'s result for ``keys``, ``values [B, heads * repeats, T, D]``, repeated too."""
         repeats = keys.shape[1] // self.heads
         if repeats == 1:
-            found: tuple[Any, Any] = self.cache.update(keys, values, *args, **kwargs)
-            return found
+            return self.cache.update(keys, values, *args, **kwargs)
         keys, values = self.cache.update(keys[:, ::repeats], values[:, ::repeats], *args, **kwargs)
         return keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
 

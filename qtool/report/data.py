@@ -156,8 +156,7 @@ class Report:
 
     @property
     def quantization(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.config["quantization_config"]
-        return found
+        return self.config["quantization_config"]
 
 
 def quality(saved: Sequence[SavedResult], model: str, baseline: str) -> list[Quality]:

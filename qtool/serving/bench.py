@@ -213,8 +213,7 @@ def _measure_elsewhere(name: str, request: dict[str, Any]) -> list[dict[str, Any
         raise QtoolError(
             f"{name}: vLLM stopped with status {done.returncode}; its last words are above"
         )
-    rows: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return rows
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def timed(llm: Any, input_tokens: int) -> Callable[[int, int], float]:

@@ -25,8 +25,7 @@ def run(source: Path, out: Path, **options: object) -> Path:
 
 
 def job(directory: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((directory / "qtool.json").read_text())["job"]
-    return found
+    return json.loads((directory / "qtool.json").read_text())["job"]
 
 
 def interrupted(source: Path, out: Path) -> None:

@@ -65,8 +65,7 @@ def test_a_directory_whose_name_is_no_utf_8(make_model: MakeModel, tmp_path: Pat
 
 
 def front_of(card: Path) -> dict[str, object]:
-    found: dict[str, object] = yaml.safe_load(card.read_text().split("---\n")[1])
-    return found
+    return yaml.safe_load(card.read_text().split("---\n")[1])
 
 
 def test_licenses_templates_and_processors_are_carried(

@@ -208,8 +208,7 @@ def allocated(name: str, pages: int, layout: str = "BLHNC") -> list[Tensor]:
     strides = interface.compute_layout_strides(spec, pages, len(layers), order)
     tensor = interface.KVCacheTensor(size, layers, strides[0], strides[1])
     raw = torch.zeros(size, dtype=torch.int8)
-    views: list[Tensor] = interface.create_kv_cache_views(raw, spec, pages, order, tensor)
-    return views
+    return interface.create_kv_cache_views(raw, spec, pages, order, tensor)
 
 
 @borrowed
