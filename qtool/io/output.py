@@ -116,7 +116,7 @@ class Output:
         self.identity = json.loads(json.dumps(identity))
         self.lock: IO[str] | None = None
         self.made: list[Path] = []  # directories above OUT, the innermost first
-        self.finished = resume and _finished(directory, self.identity)
+        self.finished = resume and read_record(directory).get("job") == self.identity
         self.continued = self.partial.exists()
         if ranks.rank() == 0:
             if self.finished:
@@ -365,14 +365,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or found.pop(OWN_HASH, None) != content_hash(found):
         raise ValueError(f"{path}: damaged")
     return found
-
-
-def _finished(directory: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether ``directory`` is the complete result of the same job.
-
-    This is so if the run was killed just after its last step.
-    """
-    return bool(read_record(directory).get("job") == identity)
 
 
 def content_hash(facts: Mapping[str, Any]) -> str:
