@@ -84,14 +84,14 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
         return _data_set(given)
     given = plain(given)
     if all(isinstance(text, str) for text in given):
-        return _documents(TEXTS, list(given))  # type: ignore[arg-type]
+        return _documents(TEXTS, list(given))
     if all(isinstance(row, dict) for row in given):
         numbered = ((f"calibration data: row {n + 1}", row) for n, row in enumerate(given))
         return _documents(TEXTS, [text_files.content_of(row, name) for name, row in numbered])
     if all(type(number) is int for number in given):
         return _token_ids(_tensor(given))
     if all(isinstance(row, Sequence) and not isinstance(row, str) for row in given):
-        return _token_ids(_stack(given))  # type: ignore[arg-type]
+        return _token_ids(_stack(given))
     raise QtoolError(f"calibration data: {ACCEPTED} is expected, found {_what(given)}")
 
 

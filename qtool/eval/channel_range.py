@@ -84,7 +84,7 @@ def _watching(model: PreTrainedModel, found: dict[str, Tensor]) -> Iterator[None
     family = family_of(model.config)
     modules = dict(model.named_modules())
     handles = []
-    for block in range(len(modules[family.blocks])):  # type: ignore[arg-type]
+    for block in range(len(modules[family.blocks])):
         for group in family.at(config, block).groups:
             name = f"{family.blocks}.{block}.{group.linears[0]}"
             if name in modules:  # a fused expert is no module of its own

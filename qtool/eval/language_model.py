@@ -57,7 +57,7 @@ class MergedPairs(TemplateLM):
         return found
 
 
-class _InProcess(MergedPairs, HFLM):  # type: ignore[misc]
+class _InProcess(MergedPairs, HFLM):
     """lm-eval's own class for transformers' models."""
 
     def _model_call(self, *args: Any, **options: Any) -> Any:

@@ -175,7 +175,7 @@ def graph_decoding(model: PreTrainedModel) -> bool:
             kwargs["cache_implementation"] = "static"
         return generate(self, inputs, generation_config, **kwargs)
 
-    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    model.forward = MethodType(forward, model)
     model.generate = MethodType(generate_statically, model)  # type: ignore[assignment]
     return True
 

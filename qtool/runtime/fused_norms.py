@@ -24,7 +24,7 @@ def fuse_norms(model: nn.Module) -> None:
     """
     for norm in model.modules():
         if is_rms_norm(norm):
-            norm.forward = partial(_rms_norm, norm)  # type: ignore[method-assign]
+            norm.forward = partial(_rms_norm, norm)
 
 
 def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def attend(
     keys, values = (x.read() if isinstance(x, PackedTokens) else x for x in (key, value))
     return sdpa_attention_forward(
         module, query, keys, values, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-    )  # type: ignore[return-value]
+    )
 
 
 def _packed(

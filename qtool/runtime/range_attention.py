@@ -46,7 +46,7 @@ def attend(
     unknown = {name for name, given in kwargs.items() if given is not None} - KNOWN_TO_RANGES
     if key_ranges is not None and not unknown and key.shape == value.shape:
         return attention_over_ranges(query, key, value, key_ranges[module.layer_idx], scaling), None
-    return sdpa_attention_forward(  # type: ignore[return-value]
+    return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
 

@@ -59,7 +59,7 @@ class Calls:
                 module.register_forward_hook(self._leave, with_kwargs=True),
             ]
             if is_experts(module):
-                module.forward = partial(self._experts, name)  # type: ignore[method-assign]
+                module.forward = partial(self._experts, name)
         try:
             yield
         finally:

@@ -124,7 +124,7 @@ def _weights_watched(recorder: Recorder, names: Mapping[nn.Module, str]) -> Iter
             recorder.trace.asked.add(f"{names[module]}.weight")
         return nn.Module.__getattr__(module, attribute)
 
-    nn.Linear.__getattr__ = found  # type: ignore[method-assign, assignment]
+    nn.Linear.__getattr__ = found  # type: ignore[method-assign]
     try:
         yield
     finally:

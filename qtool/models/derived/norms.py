@@ -38,7 +38,7 @@ def form_of(norm: nn.Module) -> NormForm | None:
         bias = dict(module.named_parameters()).get("bias")
 
         def run(x: torch.Tensor, w: torch.Tensor | float, b: float = 0.0) -> torch.Tensor:
-            module.weight.copy_(torch.as_tensor(w).expand(size))  # type: ignore[operator, union-attr]
+            module.weight.copy_(torch.as_tensor(w).expand(size))  # type: ignore[operator]
             if bias is not None:
                 bias.fill_(b)
             out = module(x)

@@ -78,7 +78,7 @@ class RecordedBlock:
     def linear(self, name: str) -> nn.Linear | None:
         """The module of the weight ``name`` if it is a plain linear."""
         module = self.model.modules.get(name.removesuffix(".weight"))
-        return module if module is not None and acts_linear(module) else None  # type: ignore[return-value]
+        return module if module is not None and acts_linear(module) else None
 
     def form(self, norm: str) -> NormForm | None:
         """How the block's norm ``norm`` uses its weight, None if that cannot be told."""

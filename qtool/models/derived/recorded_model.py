@@ -104,13 +104,13 @@ class RecordedModel:
             sizes["positions"] = self.state[f"{positions}.weight"][0]
         for name, module in self.modules.items():
             if is_experts(module) and name.startswith(f"{self.recorded.blocks}."):
-                sizes["experts"] = int(module.down_proj.shape[0])  # type: ignore[union-attr, index]
+                sizes["experts"] = int(module.down_proj.shape[0])
         return {name: partial(_constant, size) for name, size in sizes.items()}
 
     def defaults(self) -> dict[str, Any]:
         """Values of keys that config.json may leave out, or has in its text_config."""
         found = {key: setting(self.config, key) for key in SIZES}
-        found["num_hidden_layers"] = len(self.modules[self.recorded.blocks])  # type: ignore[arg-type]
+        found["num_hidden_layers"] = len(self.modules[self.recorded.blocks])
         found["num_experts_per_tok"] = self.recorded.active_experts or found["num_experts_per_tok"]
         found["num_attention_heads"] = found["num_attention_heads"] or 1  # no attention at all
         head = self.modules[self.recorded.head]
