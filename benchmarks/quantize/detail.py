@@ -105,12 +105,8 @@ def main() -> None:
             source = chosen.directory / f"source-{layers}"
             out = chosen.directory / f"ranks-{ranks.size()}"
             if ranks.rank() == 0:
-                if not source.exists():
-                    make(
-                        config_of(chosen.shape, layers)
-                        | ({"vocab_size": 1024} if layers == 1 else {}),
-                        source,
-                    )
+                few = {"vocab_size": 1024} if layers == 1 else {}
+                make(config_of(chosen.shape, layers) | few, source)
                 for old in (out, out.with_name(out.name + ".partial")):
                     shutil.rmtree(old, ignore_errors=True)
             ranks.barrier()

@@ -65,9 +65,7 @@ def main() -> None:
     if arguments.tool:
         alone(arguments, source)
         return
-    if not source.exists():
-        arguments.work.mkdir(parents=True, exist_ok=True)
-        make(config_of(arguments.shape, arguments.layers), source)
+    make(config_of(arguments.shape, arguments.layers), source)
     rows = []
     for tool, facts in each_alone(arguments.tools, arguments.work):
         error = output_error(source, arguments.work / tool, arguments.seqlen)

@@ -61,9 +61,7 @@ def main() -> None:
         facts = {"seconds": seconds, "device_bytes": torch.cuda.max_memory_allocated()}
         (arguments.work / f"{arguments.tool}.json").write_text(json.dumps(facts))
         return
-    if not source.exists():
-        arguments.work.mkdir(parents=True, exist_ok=True)
-        make(config_of(arguments.shape, arguments.layers), source)
+    make(config_of(arguments.shape, arguments.layers), source)
     rows = []
     for tool, facts in each_alone(TOOLS, arguments.work):
         errors = layer_errors(source, arguments.work / tool, arguments.seqlen)

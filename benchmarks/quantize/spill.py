@@ -28,9 +28,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("spill.py: a CUDA device is needed")
-    source = chosen.directory / f"source-{chosen.layers}"
-    if not source.exists():
-        make(config_of("llama-3-8b", chosen.layers), source)
+    config = config_of("llama-3-8b", chosen.layers)
+    source = make(config, chosen.directory / f"source-{chosen.layers}")
     recipe = recipes.load("w4a8-lqq", str(Path(__file__).with_name("paper-gptq.yaml")))
     first = None
     for place in ("device", "device", "host", "disk"):

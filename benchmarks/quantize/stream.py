@@ -82,10 +82,9 @@ def main() -> None:
     parser.add_argument("--scheme", default="w4a8-lqq")
     parser.add_argument("--tiny", action="store_true", help="one small block, to try the script")
     arguments = parser.parse_args()
-    source = arguments.directory / "source"
-    if not source.exists():
-        gigabytes = 0.0 if arguments.tiny else arguments.gigabytes
-        make(of_size(gigabytes, CONFIG | (TINY if arguments.tiny else {})), source)
+    gigabytes = 0.0 if arguments.tiny else arguments.gigabytes
+    config = of_size(gigabytes, CONFIG | (TINY if arguments.tiny else {}))
+    source = make(config, arguments.directory / "source")
     for name in ("copy", "quantized", "quantized.partial"):
         shutil.rmtree(arguments.directory / name, ignore_errors=True)
     copied = copy(source, arguments.directory / "copy")

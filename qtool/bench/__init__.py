@@ -52,8 +52,7 @@ def bench_quantize(
         if model in random_checkpoint.SHAPES:
             config = random_checkpoint.config_of(model, layers)
             source = work / f"{model}-{config['num_hidden_layers']}"
-            if not (source / "config.json").exists():
-                random_checkpoint.make(config, source)
+            random_checkpoint.make(config, source)
         else:
             if layers is not None:
                 raise QtoolError(

@@ -125,8 +125,11 @@ def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
 def make(config: dict[str, Any], directory: Path) -> Path:
     """Write a checkpoint of ``config`` into ``directory``; weights are drawn on a GPU if possible.
 
-    Files that a killed call has left there are written again.
+    Files that a killed call has left there are written again; a whole checkpoint is kept, whatever
+    its config.
     """
+    if (directory / "config.json").exists():  # it is written last
+        return directory
     job = Job.of(config, parse(UNTOUCHED, "none"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     directory.mkdir(parents=True, exist_ok=True)

@@ -677,7 +677,7 @@ def test_several_processes_measure_no_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "work").exists()
 
 
-def test_a_killed_random_checkpoint_is_made_whole(tmp_path: Path) -> None:
+def test_a_killed_random_checkpoint_is_made_whole_and_a_whole_one_kept(tmp_path: Path) -> None:
     whole = make(config_of("llama-tiny", 1), tmp_path / "whole")
     killed = tmp_path / "llama-tiny-1"
     killed.mkdir()
@@ -685,6 +685,9 @@ def test_a_killed_random_checkpoint_is_made_whole(tmp_path: Path) -> None:
     make(config_of("llama-tiny", 1), killed)
     for file in whole.iterdir():
         assert (killed / file.name).read_bytes() == file.read_bytes(), file.name
+    written = {file: file.stat().st_mtime_ns for file in whole.iterdir()}
+    make(config_of("llama-tiny", 1), whole)
+    assert {file: file.stat().st_mtime_ns for file in whole.iterdir()} == written
 
 
 def test_shapes_have_the_parameters_that_their_authors_count() -> None:
