@@ -32,7 +32,6 @@ from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.exchange.formats.gptq import Gptq
 from qtool.format import LinearFormat
 from qtool.layouts import LAYOUTS, DigitLayout, Layout
-from qtool.layouts.base import require_tile
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models import FAMILIES, family_of
 from qtool.recipes.recipe import ADDED
@@ -882,7 +881,7 @@ def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
     ):
         with pytest.raises(QtoolError, match=said):
             qtool.register_scheme(wrong)
-    bare = {name: getattr(DigitLayout, name) for name in ("require", "pack", "unpack")}
+    bare = {name: getattr(DigitLayout, name) for name in ("pack", "unpack")}
     with pytest.raises(QtoolError, match="Bare has no name, bits, tile"):
         qtool.register_layout(type("Bare", (Layout,), bare)())
     for facts, said in (
@@ -911,9 +910,6 @@ class ThreePlanes(Layout):
     """Bit planes: bit b of columns 8 j .. 8 j + 7 is byte ``3 j + b`` of a row."""
 
     name, bits, tile, by_rows = "three-planes", 3, (1, 8), True
-
-    def require(self, n: int, k: int) -> None:
-        require_tile(self.name, n, k, self.tile)
 
     def pack(self, codes: torch.Tensor) -> dict[str, torch.Tensor]:
         columns = codes.unflatten(1, (-1, 1, 8)).int()  # [N, K / 8, 1, 8]

@@ -29,9 +29,9 @@ class Layout(ABC):
     #: names of the stored tensors that ``pack`` makes
     tensors: ClassVar[tuple[str, ...]] = ("qweight",)
 
-    @abstractmethod
     def require(self, n: int, k: int) -> None:
         """Raise QtoolError unless a weight ``[n, k]`` fits the layout's tile."""
+        require_tile(self.name, n, k, self.tile)
 
     @abstractmethod
     def pack(self, codes: Tensor) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.layouts.base import Layout, require_bytes, require_codes, require_tile
+from qtool.layouts.base import Layout, require_bytes, require_codes
 from qtool.layouts.digits import (
     Permutation,
     digit_sizes,
@@ -116,9 +116,6 @@ class DigitLayout(Layout):
     @property
     def tile(self) -> tuple[int, int]:  # type: ignore[override]
         return tile_size(self.n), tile_size(self.k)
-
-    def require(self, n: int, k: int) -> None:
-        require_tile(self.name, n, k, self.tile)
 
     def sizes(self, n: int, k: int) -> dict[str, int]:
         """The sizes of all digits for a weight ``[n, k]``."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.layouts.base import Layout, require_codes, require_tile
+from qtool.layouts.base import Layout, require_codes
 from qtool.layouts.digit_layout import DigitLayout
 from qtool.layouts.words import as_words, sign_extend_
 
@@ -69,9 +69,6 @@ class Marlin24Layout(Layout):
     tensors: ClassVar[tuple[str, ...]] = ("qweight", "metadata")
     sparsity = (2, 4)
     tile = (128, 128)
-
-    def require(self, n: int, k: int) -> None:
-        require_tile(self.name, n, k, self.tile)
 
     def pack(self, codes: Tensor) -> dict[str, Tensor]:
         require_codes(self.name, codes)
