@@ -7,6 +7,7 @@ one more expert that sees every token. Some blocks may be dense: config.json nam
 from dataclasses import replace
 from typing import Any
 
+from qtool.errors import QtoolError, require_count
 from qtool.models.families.gated_mlp import (
     ATTENTION_TENSORS,
     MLP_NORM,
@@ -23,7 +24,11 @@ SHARED = "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared
 
 def _is_dense(config: Any, block: int) -> bool:
     step = getattr(config, "decoder_sparse_step", None) or 1
-    return block in (getattr(config, "mlp_only_layers", None) or ()) or bool((block + 1) % step)
+    dense = getattr(config, "mlp_only_layers", None) or []
+    if not isinstance(dense, list | tuple):
+        raise QtoolError(f"config.json: mlp_only_layers is {dense!r}; a list of blocks is expected")
+    require_count("config.json: decoder_sparse_step", step)
+    return block in dense or bool((block + 1) % step)
 
 
 QWEN3_DENSE = replace(QWEN3, name="Qwen3-MoE")
