@@ -10,10 +10,13 @@ if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
 #: ``messages``: ``{"role": ..., "content": ...}``, one a turn, the content a text or a list of
-#: parts; ``tools``: the schemas of the functions that the model may call, or None
+#: parts; ``tools``: the schemas of the functions that the model may call, or None; ``name``: where
+#: it is in a file
 Chat: TypeAlias = dict[str, Any]
 #: a document or a chat
 Row: TypeAlias = str | Chat
+#: the key of a chat's name in messages to the user
+NAME = "name"
 
 
 def render(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", name: str) -> list[str]:
@@ -29,8 +32,10 @@ def render(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", name: str)
             'render them with: give documents under "text" instead'
         )
     return [
-        row if isinstance(row, str) else _rendered(row, tokenizer, f"{name}, chat {number + 1}")
-        for number, row in enumerate(rows)
+        row
+        if isinstance(row, str)
+        else _rendered(row, tokenizer, row.get(NAME) or f"{name}, row {number}")
+        for number, row in enumerate(rows, 1)
     ]
 
 

@@ -17,7 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from qtool.data.chat import Row
+from qtool.data.chat import NAME, Row
 from qtool.errors import QtoolError, refuse_pipe
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
@@ -147,7 +147,13 @@ def _row_of(line: str, path: Path, number: int) -> Row:
         ) from None
     except (ValueError, RecursionError) as error:  # also for thousands of digits or brackets
         raise QtoolError(f"{path} line {number} cannot be read: {error}") from None
-    return content_of(row, f"{path} line {number}")
+    return _named_content(row, f"{path} line {number}")
+
+
+def _named_content(row: Any, name: str) -> Row:
+    """As :func:`content_of`; a chat keeps the ``name``, for what is wrong with its messages."""
+    content = content_of(row, name)
+    return content if isinstance(content, str) else content | {NAME: name}
 
 
 def columns_of(names: Sequence[str]) -> list[str]:
@@ -195,7 +201,7 @@ def _parquet(path: Path) -> Iterator[Row]:
             batches = file.iter_batches(batch_size=1024, columns=columns)
             found = chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from (
-                content_of(row, f"{path} row {number}") for number, row in enumerate(found, 1)
+                _named_content(row, f"{path} row {number}") for number, row in enumerate(found, 1)
             )
     except pyarrow.ArrowException as error:
         raise QtoolError(f"{path} is not a parquet file: {error}") from None

@@ -125,7 +125,7 @@ def test_chats_need_a_template(tokenizer: Any, monkeypatch: Any) -> None:
     with pytest.raises(QtoolError, match=r"data set holds chats .* no chat template"):
         documents(data_set, tokenizer)
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('ro\n les') }}")
-    with pytest.raises(QtoolError, match=r"data set, chat 1: .* cannot render it \(ro les\)"):
+    with pytest.raises(QtoolError, match=r"data set, row 1: .* cannot render it \(ro les\)"):
         documents(data_set, tokenizer)
     with pytest.raises(QtoolError, match='a list of messages with "role"'):
         documents(datasets.Dataset.from_dict({"messages": [[{"a": 1}]]}), tokenizer)
@@ -140,8 +140,22 @@ def test_text_parts_are_joined_and_others_refused(tokenizer: Any, monkeypatch: A
     chat = {"messages": [{"role": "user", "content": parts}]}
     assert render([chat], tokenizer, "it") == ["<user>one\ntwo"]
     parts.append({"type": "image", "text": None})
-    with pytest.raises(QtoolError, match=r"^it, chat 1: a part of a message is no text"):
+    with pytest.raises(QtoolError, match=r"^it, row 1: a part of a message is no text"):
         render([chat], tokenizer, "it")
+
+
+def test_a_chat_of_a_file_is_named_by_its_line(
+    tokenizer: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    path, bad = tmp_path / "chats.jsonl", {"messages": [{"content": "no role"}]}
+    path.write_text(f'{{"text": "one"}}\n\n{json.dumps(bad)}\n')
+    with pytest.raises(QtoolError, match=rf'^{path} line 3: a list of messages with "role"'):
+        documents(path, tokenizer)
+    table = tmp_path / "chats.parquet"
+    datasets.Dataset.from_list([{"messages": CHATS[0]}, bad]).to_parquet(table)
+    with pytest.raises(QtoolError, match=rf'^{table} row 2: a list of messages with "role"'):
+        documents(table, tokenizer)
 
 
 def test_tools_and_calls_are_rendered_as_servers_do(
