@@ -126,7 +126,7 @@ class Results:
         raise KeyError(task)
 
     def to_json(self) -> str:
-        """The results as strict JSON; infinite numbers of a perplexity become null."""
+        """The results as strict JSON; numbers that are infinite or NaN become null."""
         return strict_json(asdict(self))
 
 
@@ -162,9 +162,12 @@ def _details(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _metrics(found: dict[str, dict[str, Any]]) -> dict[str, Metric]:
+    """The metrics; a value of null was infinite if lower is better (a perplexity), else NaN."""
     return {
         name: Metric(
-            math.inf if metric["value"] is None else metric["value"],
+            metric["value"]
+            if metric["value"] is not None
+            else (math.nan if metric["higher_is_better"] else math.inf),
             metric["stderr"],
             metric["higher_is_better"],
             metric.get("freedom", 0),

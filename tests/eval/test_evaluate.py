@@ -77,6 +77,9 @@ def test_json_round_trip(results):
         ]
     )
     assert from_json(infinite.to_json()) == infinite
+    undefined = Metric(math.nan, None, higher_is_better=True)  # a correlation of equal answers
+    stored = Results([dataclasses.replace(results["c4"], metrics={"pearson": undefined})]).to_json()
+    assert math.isnan(from_json(stored)["c4"].metrics["pearson"].value)
     for bad in ("", "[]", '{"tasks": [{"task": "c4"}]}'):
         with pytest.raises(QtoolError, match="not the JSON of an evaluation"):
             from_json(bad)
