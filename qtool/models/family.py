@@ -201,13 +201,23 @@ class Family:
 
         Missing sizes are those of transformers' class, whose ``attribute_map`` may give keys other
         names. All sizes of a derived family are those of the model that was built.
+
+        Raises:
+            QtoolError: a size that every model has is no positive whole number.
         """
         if self.derived:
             return SimpleNamespace(**{**config, **self.defaults})
         model_type = str(config.get("model_type"))
         sizes, keys = _class_sizes(model_type), _class_keys(model_type).items()
         mapped = {name: config[key] for name, key in keys if key in config}
-        return SimpleNamespace(**{**sizes, **self.defaults, **mapped, **config})
+        settings = SimpleNamespace(**{**sizes, **self.defaults, **mapped, **config})
+        for key in (*REQUIRED, *OPTIONAL):
+            value = getattr(settings, key, None)
+            if (key in REQUIRED or value is not None) and not is_size(value):
+                raise QtoolError(
+                    f"config.json: {key} is {value!r}; a positive whole number is expected"
+                )
+        return settings
 
     def disk_name(self, name: str) -> str:
         """The name that checkpoints have for the tensor or module ``name``."""
@@ -354,6 +364,11 @@ class Family:
             "vocab": config.vocab_size,
             **{name: size(config) for name, size in self.sizes.items()},
         }
+
+
+def is_size(value: Any) -> bool:
+    """Whether ``value`` is a positive whole number."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 @cache

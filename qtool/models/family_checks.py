@@ -1,11 +1,11 @@
 """Checks a family's declaration, and that a config.json holds the sizes that it is declared in."""
 
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from qtool import plugins
 from qtool.errors import QtoolError, suggest
-from qtool.models.family import MOST_BLOCKS, OPTIONAL, REQUIRED, SIZES, Family, size_of
+from qtool.models.family import MOST_BLOCKS, SIZES, Family, is_size, size_of
 from qtool.models.parts import Fold
 from qtool.units import whole_number
 
@@ -23,12 +23,6 @@ def require_sizes(family: Family, settings: SimpleNamespace) -> None:
     """
     if family.derived:
         return  # transformers built a model of them
-    for key in (*REQUIRED, *OPTIONAL):
-        value = getattr(settings, key, None)
-        if (key in REQUIRED or value is not None) and not _positive(value):
-            raise QtoolError(
-                f"config.json: {key} is {value!r}; a positive whole number is expected"
-            )
     try:
         dims = family.dimensions(settings)
     except (AttributeError, TypeError, ValueError) as error:
@@ -48,8 +42,8 @@ def require_sizes(family: Family, settings: SimpleNamespace) -> None:
             require_consistent(own)
     words = {w for shape in family.tensors.values() for w in shape.replace("+", " ").split()}
     for word in ("vocab", *sorted(words & dims.keys())):
-        if not _positive(dims[word]) or dims[word] > LARGEST_SIZE:
-            most = f"; at most {LARGEST_SIZE} are expected" if _positive(dims[word]) else ""
+        if not is_size(dims[word]) or dims[word] > LARGEST_SIZE:
+            most = f"; at most {LARGEST_SIZE} are expected" if is_size(dims[word]) else ""
             raise QtoolError(
                 f"config.json: the size {word!r} of this {family.name} model is {dims[word]!r} "
                 f"there{most}"
@@ -132,7 +126,3 @@ def require_consistent(family: Family) -> None:
             f"family {family.name}: attention has {norms[0]} on queries or keys alone, which "
             "smooth-attention cannot scale: give refuses a reason for smooth-attention"
         )
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -355,7 +355,7 @@ def test_a_config_may_leave_out_how_many_experts_a_token_goes_to(
 
 
 def test_sizes_may_have_the_keys_that_transformers_class_maps() -> None:
-    config = {"model_type": "gpt2", "n_embd": 96, "n_layer": 3, "vocab_size": 61}
+    config = {"model_type": "gpt2", "n_embd": 96, "n_layer": 3, "n_head": 4, "vocab_size": 61}
     settings = replace(LLAMA, model_types=("gpt2",)).settings(config)
     assert (settings.hidden_size, settings.num_hidden_layers) == (96, 3)
 

@@ -2,14 +2,19 @@
 or lost.
 """
 
+import json
 from pathlib import Path
 
+import pytest
+
 from qtool import recipes
+from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.pipeline.inspect import inspect, total
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.plan import plan
 from qtool.pipeline.quantize import quantize
+from qtool.pipeline.verify import verify
 from tests.conftest import MakeModel
 
 
@@ -25,3 +30,15 @@ def test_a_bias_is_not_among_the_bytes_of_a_packed_linear(
     assert total("all", rows.values()).nbytes == sum(
         entry.nbytes for entry in Checkpoint(out).entries.values()
     )
+
+
+def test_a_checkpoint_whose_config_has_a_size_that_is_none(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    out = quantize(Checkpoint(make_model()), recipes.load("w4a8-lqq"), tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    for wrong in (None, 0, "4"):
+        (out / "config.json").write_text(json.dumps(config | {"num_attention_heads": wrong}))
+        for look in (inspect, verify):
+            with pytest.raises(QtoolError, match=f"num_attention_heads is {wrong!r}; a positive"):
+                list(look(out))
