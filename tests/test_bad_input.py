@@ -698,7 +698,9 @@ def test_no_space_left(refused, make_model: MakeModel, monkeypatch) -> None:  # 
     refused("refused.partial (writing generation_config.json)", model)
 
 
-def test_a_disk_without_locks_is_called_so(refused, make_model: MakeModel, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_disk_without_locks_is_called_so(  # type: ignore[no-untyped-def]
+    refused, make_model: MakeModel, tmp_path: Path, monkeypatch
+) -> None:
     import errno
     import fcntl
 
@@ -708,6 +710,7 @@ def test_a_disk_without_locks_is_called_so(refused, make_model: MakeModel, monke
     monkeypatch.setattr(fcntl, "flock", unsupported)
     for _ in range(2):
         refused("lock cannot be locked (Function not implemented)", make_model())
+        assert not list(tmp_path.glob("refused*"))
 
 
 def test_a_full_disk_that_numpy_meets_is_called_so(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def lock(path: Path, directory: Path) -> IO[str]:
     """Lock ``path`` for a run that works on ``directory``, until the returned file is closed.
 
     Raises:
-        QtoolError: another run works on ``directory``, or its disk has no locks.
+        QtoolError: another run works on ``directory``; or its disk has no locks, and what was made
+            there for the lock is removed.
     """
     file = path.open("w")
     try:
@@ -81,6 +82,10 @@ def lock(path: Path, directory: Path) -> IO[str]:
         file.close()
         if isinstance(error, BlockingIOError):
             raise QtoolError(f"another run is working on {directory}") from None
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty
+            path.parent.rmdir()
+            directory.rmdir()
         raise QtoolError(
             f"{path} cannot be locked ({error.strerror}), so that two runs could work on "
             f"{directory}: choose an --out on another disk"
