@@ -150,18 +150,25 @@ def require_same(
         assert metric["value"] == pytest.approx(metrics[f"{name},none"], abs=1.01 / ITEMS)
 
 
-def test_hellaswag_as_published_on_a_native_checkpoint(few_tasks, tmp_path):
+def test_hellaswag_as_published_on_a_native_checkpoint(few_tasks, tmp_path, monkeypatch):
+    """Also where lm-eval's own command line reads it from the directory of local copies."""
     native = quantize(Checkpoint(DEMO), recipes.load("w4a16", "fast"), tmp_path / "native")
     (tmp_path / "tasks").mkdir()
     file = tmp_path / "tasks" / "hellaswag.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in hellaswag_rows()))
     original = Path(lm_eval.tasks.__file__).parent / "hellaswag" / "hellaswag.yaml"
     (tmp_path / "hellaswag.yaml").write_text(HELLASWAG.substitute(original=original, file=file))
-    name = "qtool_hellaswag"
-    metrics, scores = command_line(few_tasks, [name], tmp_path, native, "qtool.lm_eval")
+    own = {"query": "one", "choices": ["two", "three"], "gold": 0}
+    (tmp_path / "tasks" / "own.jsonl").write_text(json.dumps(own))
+    monkeypatch.setenv("QTOOL_DATA_DIR", str(tmp_path))
+    name, local = names = ["qtool_hellaswag", "hellaswag"]
+    metrics, scores = command_line(
+        few_tasks, [*names, "own"], tmp_path, native, module="qtool.lm_eval"
+    )
     found = evaluated("hellaswag", tmp_path, native)
     assert set(found[0]["metrics"]) == {"acc", "acc_norm"} and len(scores[name]) == 4 * ITEMS
     require_same(found, metrics[name], scores[name])
+    assert scores[local] == scores[name] and len(scores["own"]) == 2
 
 
 @pytest.mark.data
