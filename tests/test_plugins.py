@@ -287,6 +287,23 @@ def test_a_bias_that_a_rounding_corrects_is_stored(make_model: MakeModel, tmp_pa
     assert (qtool.load(out).model.layers[1].self_attn.q_proj.bias == 3).all()
 
 
+def test_a_bias_that_a_rounding_adds_is_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    """The checkpoint has no place for it, and the blocks behind would have seen it."""
+
+    @dataclasses.dataclass
+    class Shifted(RoundToNearest):
+        name = "shifted"
+
+        def round(self, block, batches):  # type: ignore[no-untyped-def]
+            biased(block)
+            return super().round(block, batches)
+
+    qtool.register_method(Shifted)
+    recipe = {"layers": [{"match": ".*", "scheme": "w8a8"}], "rounding": "shifted"}
+    with pytest.raises(QtoolError, match=r"^shifted: round adds model.layers.0.mlp.up_proj.bias;"):
+        qtool.quantize(make_model(), recipe=recipe, out=tmp_path / "out")
+
+
 def transform(do: Callable[[Block], object]) -> dict[str, Any]:
     """A recipe with a transform ``mine``, new each time, that does ``do``."""
 

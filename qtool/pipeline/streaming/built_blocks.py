@@ -43,6 +43,7 @@ from qtool.pipeline.streaming.method_checks import (
     apply,
     naming_too_large,
     require_finite_parameters,
+    require_no_new_bias,
     require_packable,
     require_same_on_ranks,
     require_stored,
@@ -205,6 +206,7 @@ class BuiltBlocks:
         ):
             rounded = job.rounding.round(block, self.batches)
         require_packable(job.rounding, rounded, formats, job.linears(index))
+        require_no_new_bias(job.rounding, block, job)
         decided = (
             (f"the {part} of {name}", tensor)
             for name, one in rounded.items()

@@ -225,6 +225,20 @@ def require_packable(
             )
 
 
+def require_no_new_bias(rounding: Rounding, block: Block, job: Job) -> None:
+    """Refuse a bias that ``rounding`` gave to a module of ``block`` without one.
+
+    Raises:
+        QtoolError: names the bias, which the checkpoint would not hold.
+    """
+    for name in sorted(block.parameters().keys() - job.block_shapes(block.index).keys()):
+        if name.endswith(".bias"):
+            raise QtoolError(
+                f"{rounding.name}: round adds {job.full(block.index, name)}; the same tensors are"
+                " expected"
+            )
+
+
 def check_codes(scheme: Scheme, linears: Mapping[str, Rounded]) -> None:
     """:meth:`Scheme.check` for several linears of one shape at once.
 
