@@ -109,6 +109,18 @@ def versions() -> dict[str, str]:
     return {package.name: package.version for package in packages if package}
 
 
+def made_with(config: Mapping[str, Any]) -> str:
+    """The packages that ``quantization_config`` names, in brackets; empty if it names none.
+
+    A message on what is not registered ends with them.
+
+    Raises:
+        AttributeError: they are no mapping.
+    """
+    packages = ", ".join(f"{name} {found}" for name, found in config.get("plugins", {}).items())
+    return f" (plugins where it was made: {packages})" if packages else ""
+
+
 def find(table: MutableMapping[str, T], name: str, kind: str) -> T:
     """The entry ``name`` of ``table``, built in or from a plugin.
 

@@ -30,7 +30,7 @@ from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.exchange.formats.gptq import Gptq
-from qtool.format import LinearFormat
+from qtool.format import LinearFormat, native_format
 from qtool.layouts import LAYOUTS, DigitLayout, Layout
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models import FAMILIES, family_of
@@ -116,6 +116,18 @@ def test_a_checkpoint_names_the_packages_that_it_was_made_with(
     del SCHEMES["w4a16-pow2"]
     with pytest.raises(QtoolError, match=r"does .plugins where it was made: own-scheme 0\.1\.0.$"):
         qtool.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("look", [qtool.load, qtool.inspect, lambda path: [*qtool.verify(path)]])
+def test_a_checkpoint_of_a_plugins_architecture_names_the_packages_too(
+    look: Callable[[Path], object], installed: None, tmp_path: Path
+) -> None:
+    out = qtool.quantize("demo", "w4a16", recipe="fast", out=tmp_path / "out").directory
+    config = json.loads((out / "config.json").read_text())
+    mine = native_format(config).in_config(config | {"model_type": "mine"})
+    (out / "config.json").write_text(json.dumps(mine))
+    with pytest.raises(QtoolError, match=r"'mine': .* .plugins where it was made: own-scheme 0"):
+        look(out)
 
 
 @pytest.mark.parametrize("missing", [SCHEMES, LAYOUTS])

@@ -14,6 +14,7 @@ from qtool.errors import QtoolError
 from qtool.format.linear import LinearFormat
 from qtool.layouts import LAYOUTS
 from qtool.models.architecture import DTYPES
+from qtool.models.unsupported import is_built_in
 from qtool.schemes import SCHEMES
 
 #: version 2 has linears whose inputs are rotated at run time; a reader of version 1 would not do so
@@ -120,6 +121,7 @@ class CheckpointFormat:
         formats = [rule.format for rule in self.rules if rule.format]
         parts = [part for one in formats for part in (one.scheme_object, one.layout_object)]
         built_in = all(type(part).__module__.startswith("qtool.") for part in parts)
+        built_in &= is_built_in(str(config.get("model_type")))
         packages = {} if built_in else plugins.versions()
         made_with = {"plugins": packages} if packages else {}
         return {**config, "quantization_config": self.to_dict() | made_with, WEIGHTS_FIELD: NOTICE}
@@ -144,9 +146,8 @@ class CheckpointFormat:
                 + " and ".join(map(str, FORMAT_VERSIONS))
             )
         try:
-            made_with = config.get("plugins", {}).items()
-            packages = ", ".join(f"{name} {version}" for name, version in made_with)
-            rules = tuple(_rule(dict(rule), packages) for rule in config["rules"])
+            made_with = plugins.made_with(config)
+            rules = tuple(_rule(dict(rule), made_with) for rule in config["rules"])
             return cls(
                 config["scheme"],
                 rules,
@@ -213,8 +214,8 @@ def _rule_fields(linear_format: LinearFormat) -> dict[str, Any]:
     return fields
 
 
-def _rule(rule: dict[str, Any], packages: str) -> Rule:
-    """The rule of its fields; ``packages`` had plugins where it was written."""
+def _rule(rule: dict[str, Any], made_with: str) -> Rule:
+    """The rule of its fields; ``made_with`` names the plugins where it was written."""
     match = rule.pop("match")
     if not rule["scheme"]:
         return Rule(match, None)
@@ -223,16 +224,15 @@ def _rule(rule: dict[str, Any], packages: str) -> Rule:
         raise TypeError(f"group_size {linear_format.group_size!r}")
     if str(linear_format.scale_dtype) not in DTYPES:
         raise ValueError(f"scale_dtype {linear_format.scale_dtype!r}")
-    _require_registered(SCHEMES, linear_format.scheme, "scheme", packages)
-    _require_registered(LAYOUTS, linear_format.layout, "layout", packages)
+    _require_registered(SCHEMES, linear_format.scheme, "scheme", made_with)
+    _require_registered(LAYOUTS, linear_format.layout, "layout", made_with)
     return Rule(match, linear_format)
 
 
-def _require_registered(table: Mapping[str, Any], name: str, kind: str, packages: str) -> None:
+def _require_registered(table: Mapping[str, Any], name: str, kind: str, made_with: str) -> None:
     """Refuse a stored name that is not in ``table``; it was registered where it was written."""
     plugins.load()
     if name not in table:
-        made_with = f" (plugins where it was made: {packages})" if packages else ""
         raise QtoolError(
             f"the checkpoint has {kind} {name!r}, which is not built in and which no installed "
             f"plugin registers (known are {', '.join(table)}): install the package that does"

@@ -76,9 +76,11 @@ def family_of(model: str | Mapping[str, Any] | Any) -> Family:
         except QtoolError as error:
             reason = str(error)
     declared = ", ".join(t for family in FAMILIES for t in family.model_types)
+    quantized = {} if isinstance(config, str) else config.get("quantization_config")
+    made_with = plugins.made_with(quantized) if isinstance(quantized, Mapping) else ""
     raise QtoolError(
-        f"unsupported architecture {model_type!r}: {reason or 'no family declares it'}; declared "
-        f"are {declared}"
+        f"unsupported architecture {model_type!r}: {reason or 'no family declares it'}{made_with};"
+        f" declared are {declared}"
     )
 
 

@@ -5,6 +5,13 @@ DECODERS = ("modernbert-decoder",)
 ENCODER_DECODER = "an encoder-decoder; qtool quantizes decoder-only models"
 
 
+def is_built_in(model_type: str) -> bool:
+    """Whether ``model_type`` is transformers' own, not that of a class that a plugin registers."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
 def why_unsupported(model_type: str) -> str:
     """The kind of model that ``model_type`` is, and the reason it cannot be quantized.
 

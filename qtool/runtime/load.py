@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from qtool import plugins
@@ -140,7 +141,10 @@ def load_as_stored(
     cast = None if dtype is None else require_dtype("dtype", dtype)
     where, calibrated = require_device(device), kv is not None and require_kv(kv).static
     source = model if isinstance(model, Checkpoint) else None
-    if source is None and plain_config(read_config(path))[1]:
+    config = read_config(path)
+    if config["model_type"] not in CONFIG_MAPPING:
+        family_of(config)  # its error names the plugins that the checkpoint was made with
+    if source is None and plain_config(config)[1]:
         source = Checkpoint(path)
     elif source is not None:
         source = as_on_disk(source) if source.notes else None
