@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 torch.set_num_threads(1)
 os.fsync = lambda _: None  # what tests write need not survive a power cut
@@ -26,6 +27,12 @@ on_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
     reason="needs a Hopper GPU (sm_90)",
 )
+
+
+def needs_class(model_type: str) -> pytest.MarkDecorator:
+    """Mark of a test of a model that not every supported release of transformers has."""
+    missing = model_type not in CONFIG_MAPPING_NAMES
+    return pytest.mark.skipif(missing, reason=f"this transformers has no {model_type}")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from qtool.models.derived.facts import STREAM, Kind
 from qtool.models.derived.recorder import Recorder
 from qtool.models.parts import LinearGroup
 from qtool.runtime.packed_kv import kv_tensors
-from tests.conftest import VARIANTS, MakeModel
+from tests.conftest import VARIANTS, MakeModel, needs_class
 from tests.models.tiny import tiny_config
 
 
@@ -150,6 +150,7 @@ def test_the_chunks_of_a_scan_take_no_memory(model_type: str) -> None:
     assert small.tensors == large.tensors and small.unquantized == large.unquantized
 
 
+@needs_class("dots3_note_text")
 def test_a_linear_stays_whose_weight_is_asked_for_its_dtype() -> None:
     """By the indexer of dots.3: a packed linear could not tell."""
     kept = family_of(tiny_config("dots3_note_text").to_dict()).unquantized
@@ -191,6 +192,7 @@ def test_the_final_norm_is_none_of_a_block_whose_norm_gives_the_residual_stream(
     assert family.final_norm == "model.norm" and not family.outside
 
 
+@needs_class("muse_spark")
 def test_experts_of_another_form_than_is_known_stay() -> None:
     """Muse Spark norms each expert's output; its stacks are looked into, whatever their dtype."""
     family = family_of(tiny_config("muse_spark").to_dict())

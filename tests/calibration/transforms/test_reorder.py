@@ -29,6 +29,7 @@ from qtool.models.auto import auto_class
 from qtool.models.experts import separate_experts
 from qtool.schemes import get
 from qtool.schemes.fmpq_blocks import by_magnitude, w4a4_share
+from tests.conftest import needs_class
 from tests.models.tiny import tiny_config
 
 ALL = ("norm", "heads", "product")
@@ -141,7 +142,16 @@ def test_outliers_share_one_block(wide, blocks, transformed, logits):
     assert set(block.permutations) == set(GatherOutliers().permutes(family_of("llama")))
 
 
-@pytest.mark.parametrize("model_type", ["afmoe", "beam", "recurrent_gemma", "granite", "gpt_neox"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "afmoe",
+        pytest.param("beam", marks=needs_class("beam")),
+        "recurrent_gemma",
+        "granite",
+        "gpt_neox",
+    ],
+)
 @torch.no_grad()
 def test_an_order_folds_only_where_each_channel_is_alone(model_type):
     """AFMoE's and Beam's attention is multiplied by a gate, RecurrentGemma's product by a state."""
