@@ -7,7 +7,7 @@ A recipe is a YAML mapping::
     layers:                     # the first rule that matches applies; lm_head stays in 16 bits
       - roles: [v_proj, down_proj]      # or match: a regex on the full module name
         scheme: w4a4                    # null leaves the layer in 16 bits
-        group_size: 32                  # or channel, the default
+        group_size: 32                  # or channel, the default whatever the scheme's own is
         layout: row-major         # the default
     kv: kv4                     # optional
     windows: continued          # calibration windows: given (the default) or continued by the model
