@@ -1795,8 +1795,8 @@ FAULTS = [
         ),
         (
             "qtool/recipes/schema.py",
-            "replace(rule, **changes) if rule.scheme else rule for",
-            "replace(rule, **changes) for",
+            "replace(rule, **changes) if rule.scheme and of",
+            "replace(rule, **changes) if of",
             "tests/recipes/test_recipe.py",
         ),
         (

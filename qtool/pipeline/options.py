@@ -86,7 +86,7 @@ class RecipeOverrides:
         if reason:
             chosen = replace(chosen, reason=reason)
         if layout is not None:
-            chosen = chosen.with_layout(layout)
+            chosen = chosen.with_layout(layout, scheme)
         chosen = self._applied(chosen)
         if chosen.kv is not None:
             require_kv(chosen.kv)

@@ -101,12 +101,15 @@ class Recipe:
         """The recipe with all quantized layers at ``group_size`` (None: the whole channel)."""
         return self._with_rules(group_size=group_size)
 
-    def with_layout(self, layout: str) -> "Recipe":
-        """The recipe with all quantized layers in ``layout``."""
-        return self._with_rules(layout=layout)
+    def with_layout(self, layout: str, scheme: str | None = None) -> "Recipe":
+        """The recipe with all quantized layers, or those of ``scheme``, in ``layout``."""
+        return self._with_rules(scheme, layout=layout)
 
-    def _with_rules(self, **changes: Any) -> "Recipe":
-        layers = (replace(rule, **changes) if rule.scheme else rule for rule in self.layers)
+    def _with_rules(self, of: str | None = None, **changes: Any) -> "Recipe":
+        layers = (
+            replace(rule, **changes) if rule.scheme and of in (None, rule.scheme) else rule
+            for rule in self.layers
+        )
         return replace(self, layers=tuple(layers))
 
     def for_kv4(self) -> "Recipe":

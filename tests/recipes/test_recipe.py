@@ -247,6 +247,12 @@ def test_a_gpu_chooses_the_granularity() -> None:
             assert RecipeOverrides(target=target).recipe(scheme).layers[0].layout == layout
     named = RecipeOverrides(target="a100", layout="row-major").recipe("w4a8-qoq")
     assert named.layers[0].layout == "row-major"
+    rules = [
+        {"roles": ["down_proj"], "scheme": "w8a8", "layout": "row-major-8"},
+        {"match": ".*", "scheme": "w4a8-lqq", "group_size": 64, "layout": "dual-mma"},
+    ]
+    mixed = RecipeOverrides(target="a100").recipe("w4a8-lqq", {"layers": rules, "rounding": "rtn"})
+    assert [rule.layout for rule in mixed.layers] == ["row-major-8", "compute-aware"]
     chosen = RecipeOverrides(target="l40s").recipe("w4a8-qoq")
     assert chosen.scheme == "w4a8-qoq-g128" and "l40s" in chosen.reason
     with pytest.raises(QtoolError, match="w8a8 is alike on every GPU"):
