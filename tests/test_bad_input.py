@@ -270,13 +270,15 @@ def test_sizes_of_one_family(refused, make_model: MakeModel) -> None:  # type: i
     refused("its quantization_config is no object", model)
 
 
-def test_dense_blocks_of_a_mixture_that_are_no_list(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+def test_dense_blocks_of_a_mixture_that_are_damaged(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
     model = make_model()
     edit_config(model, model_type="qwen3_moe", num_experts=4, moe_intermediate_size=128)
     edit_config(model, mlp_only_layers=1)
     refused("config.json: mlp_only_layers is 1; a list of blocks is expected", model)
     edit_config(model, mlp_only_layers=None, decoder_sparse_step="2")
     refused("config.json: decoder_sparse_step '2': a whole number of at least 1", model)
+    edit_config(model, mlp_only_layers=[0], decoder_sparse_step=1, intermediate_size=None)
+    refused("the size 'inter' of this Qwen3-MoE model is None", model)
 
 
 def test_a_null_quantization_config_is_none(make_model: MakeModel, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]

@@ -35,12 +35,14 @@ def require_sizes(family: Family, settings: SimpleNamespace) -> None:
             f"config.json: num_hidden_layers is {settings.num_hidden_layers}; at most "
             f"{MOST_BLOCKS} are expected"
         )
+    kinds = {family}
     if family.choose:
-        chosen = {family.choose(settings, block) for block in range(settings.num_hidden_layers)}
-        for own in chosen:
+        kinds |= {family.choose(settings, block) for block in range(settings.num_hidden_layers)}
+        for own in kinds:
             plugins.require_returned(family, "choose", own, Family)
             require_consistent(own)
-    words = {w for shape in family.tensors.values() for w in shape.replace("+", " ").split()}
+    shapes = {shape for own in kinds for shape in own.tensors.values()}
+    words = {word for shape in shapes for word in shape.replace("+", " ").split()}
     for word in ("vocab", *sorted(words & dims.keys())):
         if not is_size(dims[word]) or dims[word] > LARGEST_SIZE:
             most = f"; at most {LARGEST_SIZE} are expected" if is_size(dims[word]) else ""
