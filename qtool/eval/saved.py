@@ -129,7 +129,11 @@ def save(directory: Path, saved: SavedResult) -> None:
     """
     path = directory / f"{FILE}.lock"
     with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a disk without locks
+            path.unlink(missing_ok=True)
+            raise
         if not os.fstat(lock.fileno()).st_nlink:  # the process that held it has removed the file
             return save(directory, saved)
         try:

@@ -152,6 +152,7 @@ def test_a_result_that_the_disk_does_not_take_is_given(
     assert [line.split(":")[0] for line in caplog.messages] == [
         f"{name} is not saved in {store / saved.FILE}" for name in ("a", "b")
     ]
+    assert not list(store.glob("*.lock"))
 
 
 def test_processes_that_save_at_once_lose_nothing(store):
