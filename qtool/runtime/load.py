@@ -41,7 +41,8 @@ from qtool.schemes.kv import require_kv
 UNLOADABLE = (
     OSError,
     ValueError,
-    KeyError,
+    LookupError,
+    ArithmeticError,
     ImportError,
     RuntimeError,
     SafetensorError,

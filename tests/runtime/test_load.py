@@ -105,6 +105,16 @@ def test_a_format_that_transformers_does_not_know_is_named(copy: Path) -> None:
         load(copy)
 
 
+@pytest.mark.parametrize("size", ["num_key_value_heads", "vocab_size"])
+def test_a_size_of_zero_is_a_sentence(size: str, make_model: MakeModel) -> None:
+    """transformers divides by the one and looks for the padding token in the other."""
+    model = make_model(pad_token_id=0)
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {size: 0}))
+    with pytest.raises(QtoolError, match="transformers cannot load it"):
+        load(model)
+
+
 def test_a_device_map_places_the_model(native: Path) -> None:
     assert torch.equal(logits(load(native, device_map={"": "cpu"})), logits(load(native)))
 
