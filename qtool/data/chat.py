@@ -17,6 +17,8 @@ Chat: TypeAlias = dict[str, Any]
 Row: TypeAlias = str | Chat
 #: the key of a chat's name in messages to the user
 NAME = "name"
+#: the text by which a template is asked what it takes
+PROBE = "qtool"
 
 
 def render(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", name: str) -> list[str]:
@@ -31,21 +33,42 @@ def render(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", name: str)
             f"{name} holds chats (messages), and the model's tokenizer has no chat template to "
             'render them with: give documents under "text" instead'
         )
+    in_parts = bool(chats) and _takes_parts(tokenizer)
     return [
         row
         if isinstance(row, str)
-        else _rendered(row, tokenizer, row.get(NAME) or f"{name}, row {number}")
+        else _rendered(row, tokenizer, in_parts, row.get(NAME) or f"{name}, row {number}")
         for number, row in enumerate(rows, 1)
     ]
 
 
-def _rendered(chat: Chat, tokenizer: "PreTrainedTokenizerBase", name: str) -> str:
+def _takes_parts(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether the chat template writes a message that is a list of parts, but not a text.
+
+    Those of some multimodal models (LLaVA, SmolVLM) loop over parts, and would leave a text out.
+    """
+
+    def writes(content: Any) -> bool:
+        try:
+            turns = [{"role": "user", "content": content}]
+            return PROBE in str(tokenizer.apply_chat_template(turns, tokenize=False))
+        except Exception:  # a template is the model author's program and may raise anything
+            return False
+
+    return not writes(PROBE) and writes(_parts(PROBE))
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _rendered(chat: Chat, tokenizer: "PreTrainedTokenizerBase", in_parts: bool, name: str) -> str:
     messages = chat["messages"]
     if not isinstance(messages, list) or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
     ):
         raise QtoolError(f'{name}: a list of messages with "role" and "content" is expected')
-    turns = [_turn(message, name) for message in messages]
+    turns = [_turn(message, in_parts, name) for message in messages]
     tools = _parsed(chat.get("tools")) or None
     try:
         return str(tokenizer.apply_chat_template(turns, tools=tools, tokenize=False))
@@ -55,7 +78,7 @@ def _rendered(chat: Chat, tokenizer: "PreTrainedTokenizerBase", name: str) -> st
         ) from error
 
 
-def _turn(message: dict[str, Any], name: str) -> dict[str, Any]:
+def _turn(message: dict[str, Any], in_parts: bool, name: str) -> dict[str, Any]:
     """``message`` as servers give it to a template, which may ask whether a key is there.
 
     A table gives each message the keys of all; not every release of transformers drops empty ones.
@@ -63,6 +86,8 @@ def _turn(message: dict[str, Any], name: str) -> dict[str, Any]:
     message = {key: value for key, value in message.items() if value is not None}
     if isinstance(message.get("content"), list):
         message["content"] = _joined(message["content"], name)
+    if in_parts and isinstance(message.get("content"), str):
+        message["content"] = _parts(message["content"])
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     return message

@@ -158,6 +158,24 @@ def test_a_chat_of_a_file_is_named_by_its_line(
         documents(table, tokenizer)
 
 
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}",
+        "{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}{% endfor %}",
+        "{{ m.content[0]['text'] }}",
+    ],
+)
+def test_a_template_of_parts_gets_parts(loop: str, tokenizer: Any, monkeypatch: Any) -> None:
+    """Those of LLaVA and SmolVLM loop over parts, and a text would be left out."""
+    template = "{% for m in messages %}<{{ m.role }}>" + loop + "{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    assert documents([{"messages": CHATS[0]}], tokenizer) == RENDERED
+    parts = [[{"type": "text", "text": m["content"]}] for m in CHATS[0]]
+    turns = [m | {"content": of} for m, of in zip(CHATS[0], parts, strict=True)]
+    assert documents([{"messages": turns}], tokenizer) == RENDERED
+
+
 def test_tools_and_calls_are_rendered_as_servers_do(
     tokenizer: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
