@@ -17,19 +17,32 @@ from qtool.errors import QtoolError
 AT_ONCE = 1 << 25
 
 
-def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Tensor:
+def token_ids(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: int,
+    *,
+    add_special_tokens: bool = True,
+) -> Tensor:
     """Token ids ``[tokens]`` of ``text``; a long text is tokenized in parts (:data:`AT_ONCE`).
+
+    Args:
+        add_special_tokens: put the tokenizer's BOS before the text, if it has one. A chat template
+            writes it itself.
 
     Raises:
         QtoolError: the tokenizer belongs to another model than one of ``vocabulary`` tokens.
     """
-    how = {"return_tensors": "pt", "verbose": False}
-    ids = torch.cat(
-        [
-            tokenizer(part, add_special_tokens=number == 0, **how)["input_ids"][0]
-            for number, part in enumerate(_parts(text))
-        ]
+    parts = (
+        tokenizer(
+            part,
+            add_special_tokens=add_special_tokens and number == 0,
+            return_tensors="pt",
+            verbose=False,
+        )
+        for number, part in enumerate(_parts(text))
     )
+    ids = torch.cat([part["input_ids"][0] for part in parts])
     if len(ids) and int(ids.max()) >= vocabulary:
         raise QtoolError(
             f"the tokenizer gives id {int(ids.max())}, the model's vocabulary ends at "

@@ -156,8 +156,10 @@ class Windows:
         if isinstance(part.data, TokenIds):
             return cut(part.data.ids, **how), part.data.sha256
         tokenizer = load_tokenizer(self.source.directory)
-        text = corpora.joined(render(part.data.read(), tokenizer, part.data.name))
-        ids = token_ids(text, tokenizer, how["vocabulary"])
+        rows = part.data.read()
+        text = corpora.joined(render(rows, tokenizer, part.data.name))
+        special = not rows or isinstance(rows[0], str)  # a chat begins with what its template says
+        ids = token_ids(text, tokenizer, how["vocabulary"], add_special_tokens=special)
         return cut(ids, **how), hashlib.sha256(text.encode()).hexdigest()
 
     def _continuation(self, ids: Tensor) -> ContinuationMemory:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 import qtool
 from qtool import recipes
@@ -41,7 +42,7 @@ from qtool.pipeline.planning.plan_text import as_dict, as_text
 from qtool.pipeline.quantize import Calibration, fingerprint, quantize
 from qtool.report import commands as report_commands
 from qtool.report.build import collect
-from qtool.runtime.load import load
+from qtool.runtime.load import load, load_tokenizer
 from tests.conftest import MakeModel
 from tests.pipeline.test_quantize import files
 
@@ -67,6 +68,23 @@ def test_best_continues_the_windows_that_paper_takes_as_they_are() -> None:
         written.facts["tokens"] != given.facts["tokens"]
         and written.facts["sha256"] == given.facts["sha256"]
     )
+
+
+@pytest.mark.parametrize("first", ["text", "messages"])
+def test_a_text_begins_with_one_bos(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer adds it to a document, and the template of a chat writes it."""
+    tokenizer = load_tokenizer(DEMO)
+    bos = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.eos_token_id)]
+    )
+    tokenizer.chat_template = f"{bos}{{{{ messages[0].content }}}}"
+    monkeypatch.setattr(calibration_text, "load_tokenizer", lambda _: tokenizer)
+    said = "a few words of a text " * 4
+    rows = {"text": {"text": said}, "messages": {"messages": [{"role": "user", "content": said}]}}
+    found = cut("paper", [rows[first]], samples=99, seqlen=8).tokens[0][0].tolist()
+    words = tokenizer(said, add_special_tokens=False)["input_ids"]
+    assert found == [tokenizer.eos_token_id, *words[:7]]
 
 
 @pytest.mark.parametrize(("recipe", "windows"), [("best", "given"), ("paper", "continued")])
