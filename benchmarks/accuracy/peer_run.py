@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import qtool
 from qtool.data import corpora
-from qtool.data.windows import cut, token_ids
+from qtool.data.windows import bos_of, cut, token_ids
 from qtool.exchange.import_formats import import_format_of
 from qtool.io.model_directory import resolve
 from qtool.io.source import Checkpoint
@@ -131,14 +131,19 @@ def calibration(arguments: argparse.Namespace) -> list[dict[str, Tensor]]:
     source = Checkpoint(resolve(arguments.model))
     text = corpora.load(arguments.calib, split="train").text
     vocabulary = source.config["vocab_size"]
-    ids = cut(
-        token_ids(text, AutoTokenizer.from_pretrained(source.directory), vocabulary),
+    tokenizer = AutoTokenizer.from_pretrained(source.directory)
+    ids = token_ids(text, tokenizer, vocabulary)
+    windows = cut(
+        ids,
         samples=arguments.samples,
         seqlen=arguments.seqlen,
         vocabulary=vocabulary,
         seed=SEED,
+        bos=bos_of(ids, tokenizer),
     )
-    return [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in ids]
+    return [
+        {"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in windows
+    ]
 
 
 def full(arguments: argparse.Namespace, out: Path) -> None:

@@ -2,7 +2,9 @@
 
 The documents are joined by blank lines, tokenized and cut into consecutive windows of ``seqlen``
 tokens. ``samples`` of these windows are drawn with a seed, without replacement. The same
-text, tokenizer and seed give the same tokens.
+text, tokenizer and seed give the same tokens. If the text begins with a BOS, every window does: a
+model may keep massive activations and attention sinks for this token, and every request that is
+served begins with it.
 """
 
 from collections.abc import Iterator
@@ -51,6 +53,12 @@ def token_ids(
     return ids
 
 
+def bos_of(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The BOS with which the text of the token ``ids`` begins; None if it begins with no BOS."""
+    bos: int | None = tokenizer.bos_token_id
+    return bos if bos is not None and ids[:1].tolist() == [bos] else None
+
+
 def _parts(text: str) -> Iterator[str]:
     """``text`` in parts of at most :data:`AT_ONCE` characters, cut behind blank lines if it can."""
     start = 0
@@ -69,11 +77,13 @@ def cut(
     seqlen: int,
     vocabulary: int,
     seed: int = 0,
+    bos: int | None = None,
     name: str = "the text",
 ) -> Tensor:
     """Windows ``[at most samples, seqlen]`` of token ids ``[tokens]`` or ``[rows, tokens]``.
 
-    Rows are cut one by one, and the rest of a row is dropped. Messages call the data ``name``.
+    Rows are cut one by one, and the rest of a row is dropped. A ``bos`` takes the place of each
+    window's first token. Messages call the data ``name``.
 
     Raises:
         QtoolError: fewer tokens than one window, or an id that the model does not have.
@@ -90,4 +100,7 @@ def cut(
         )
     all_windows = ids[..., : ids.shape[-1] // seqlen * seqlen].reshape(-1, seqlen)
     order = torch.randperm(len(all_windows), generator=torch.Generator().manual_seed(seed))
-    return all_windows[order[:samples].sort().values]
+    windows = all_windows[order[:samples].sort().values]
+    if bos is not None:
+        windows[:, 0] = bos
+    return windows

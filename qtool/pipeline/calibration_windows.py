@@ -20,7 +20,7 @@ from qtool.data.calibration_input import TokenIds
 from qtool.data.chat import render
 from qtool.data.continuation import Journal, continued
 from qtool.data.mix import CalibrationMix, Part, facts, interleave, parse_mix
-from qtool.data.windows import cut, token_ids
+from qtool.data.windows import bos_of, cut, token_ids
 from qtool.distributed import ranks
 from qtool.errors import QtoolError, in_one_line
 from qtool.io.output import Output
@@ -160,7 +160,9 @@ class Windows:
         text = corpora.joined(render(rows, tokenizer, part.data.name))
         special = not rows or isinstance(rows[0], str)  # a chat begins with what its template says
         ids = token_ids(text, tokenizer, how["vocabulary"], add_special_tokens=special)
-        return cut(ids, **how), hashlib.sha256(text.encode()).hexdigest()
+        return cut(ids, **how, bos=bos_of(ids, tokenizer)), hashlib.sha256(
+            text.encode()
+        ).hexdigest()
 
     def _continuation(self, ids: Tensor) -> ContinuationMemory:
         """The memory and the pieces with which the model continues the windows ``ids``.
