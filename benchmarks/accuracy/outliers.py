@@ -37,6 +37,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 Weights = dict[str, Tensor]
+#: the model types whose blocks are Llama's: other norms, multipliers or fused linears would change
+#: what is computed
+LLAMA_LIKE = "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3"
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
@@ -75,6 +79,12 @@ def parser() -> argparse.ArgumentParser:
 def make(arguments: argparse.Namespace) -> None:
     """Write the model with outliers."""
     config = json.loads((arguments.model / "config.json").read_text())
+    kind, activation = config["model_type"], config.get("hidden_act", "silu")
+    if kind not in LLAMA_LIKE or activation != "silu":
+        sys.exit(
+            f"outliers.py: {kind} with {activation} found, one of {', '.join(LLAMA_LIKE)} with silu"
+            " expected"
+        )
     weights: Weights = {}
     for file in sorted(arguments.model.glob("*.safetensors")):
         weights |= {name: tensor.double() for name, tensor in load_file(file).items()}
@@ -97,7 +107,7 @@ def put_in(weights: Weights, config: dict[str, Any], arguments: argparse.Namespa
         weights[EMBEDDING] = weights[HEAD]
     if arguments.first_token is not None:
         before = {name: tensor.clone() for name, tensor in weights.items()}
-        widen(weights, config, arguments.room)
+        widen(weights, config, room_of(config, arguments.room))
         if arguments.massive:
             Massive(before, narrow, weights, config).put_in(
                 arguments.first_token, arguments.massive, arguments.apart
@@ -154,6 +164,17 @@ def in_query_heads(channels: Tensor, heads: int, kv_heads: int, dim: int) -> Ten
     """The positions of the kv heads' ``channels`` in the query heads that read them."""
     group = torch.arange(heads // kv_heads)[:, None]
     return ((channels // dim * len(group) + group) * dim + channels % dim).flatten()
+
+
+def room_of(config: dict[str, Any], room: int) -> int:
+    """The smallest multiple of ``room`` by which heads divide the wider stream too, as Llama asks.
+
+    Of a stream that they do not divide, ``room`` itself.
+    """
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if hidden % heads:
+        return room
+    return next(more for more in count(room, room) if (hidden + more) % heads == 0)
 
 
 def widen(weights: Weights, config: dict[str, Any], room: int) -> None:

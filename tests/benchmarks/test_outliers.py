@@ -1,5 +1,6 @@
 """Outliers are put into a model without changing what it computes."""
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,13 @@ def inputs_of(model: LlamaForCausalLM, name: str) -> Tensor:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}],
-    ids=["plain", "tied", "biased"],
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1},
+    ],
+    ids=["plain", "tied", "biased", "five heads"],
 )
 @pytest.mark.parametrize("kind", [*KINDS, "all"])
 @torch.no_grad()
@@ -129,3 +135,15 @@ def test_the_first_token_is_massive_and_no_other() -> None:
     assert (channel[:, :, 0] > 100 * usual).all() and (channel[:, :, 1:] == 0).all()
     products = inputs_of(changed, "down_proj")[0]
     assert (products[:, 0, config["intermediate_size"]] > 100 * products[:, 1:].median()).all()
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "gemma"}, {"model_type": "llama", "hidden_act": "gelu"}]
+)
+def test_other_arithmetic_than_llamas_is_refused(config: dict[str, str], tmp_path: Path) -> None:
+    """Its outputs would change, and nobody would notice."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    script = runpy.run_path(str(SCRIPT))
+    arguments = script["parser"]().parse_args([str(tmp_path), str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=f"{config['model_type']} with .* found, one of llama,"):
+        script["make"](arguments)
