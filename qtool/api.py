@@ -258,8 +258,8 @@ def sensitivity(
             (``w4a16``, ``w4a16:32``, ``w4a16:channel``), and ``none`` to leave a group unquantized.
         budget_bits: most stored bits per weight, on average over all that may be quantized.
         out: a new YAML file for :func:`quantize`.
-        recipe: ``fast``, ``paper`` or ``best``: the recipe of the first choice that quantizes,
-            whose methods are written.
+        recipe: ``fast``, ``paper`` or ``best``: the recipe whose methods are written, of the choice
+            whose weights, then whose inputs, have the fewest bits.
         calibration: as :func:`quantize` takes it; the divergence is measured on its windows.
         data_dir: directory with local copies of corpora.
         samples: number of calibration windows, by default as ``calibration`` says, or 8.

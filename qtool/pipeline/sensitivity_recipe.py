@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 import torch
 from torch import Tensor
 
-from qtool import recipes
+from qtool import recipes, schemes
 from qtool.data.defaults import SENSITIVITY_SAMPLES
 from qtool.data.mix import CalibrationMix, count_windows
 from qtool.errors import QtoolError, in_one_line, require_positive, suggest
@@ -29,6 +29,7 @@ from qtool.pipeline.quantize import job_of
 from qtool.pipeline.run import default_text
 from qtool.pipeline.sensitivity import Sensitivity, recipes_of, sensitivity
 from qtool.progress import Progress
+from qtool.recipes import Recipe
 from qtool.recipes.schema import GIVEN
 from qtool.runtime.load import load
 from qtool.units import bytes_text
@@ -50,8 +51,9 @@ def write_recipe(
     """Write both files of :func:`sensitivity` for the model in ``directory``: see the public API.
 
     Args:
-        recipe: the variant that gives the methods, among the recipes of the first choice that
-            quantizes; if there is none of that name, as in :func:`qtool.recipes.load`.
+        recipe: the variant that gives the methods, among the recipes of the choice with the fewest
+            bits (:func:`fewest_bits`); if there is none of that name, as in
+            :func:`qtool.recipes.load`.
         text: the calibration text; by default as in :func:`qtool.pipeline.run.run`.
 
     Raises:
@@ -63,10 +65,10 @@ def write_recipe(
     samples = count_windows(text, options.samples, SENSITIVITY_SAMPLES)
     if recipe not in recipes.VARIANTS:
         raise QtoolError(f"--recipe {recipe!r}: {suggest(recipe, recipes.VARIANTS)}")
-    first = next(filter(None, recipes_of(choices).values()))
+    least = fewest_bits(choices)
     source = Checkpoint(directory)
-    methods = recipes.load(first.scheme, default=recipe)  # a registered recipe may lack it
-    job = job_of(source, replace(methods, layers=first.layers))
+    methods = recipes.load(least.scheme, default=recipe)  # a registered recipe may lack it
+    job = job_of(source, replace(methods, layers=least.layers))
     require_tied(source, job)
     windows = windows_of(
         source,
@@ -87,6 +89,20 @@ def write_recipe(
     write_json(facts_file, {"calibration": windows.facts, **found.as_dict()})
     write_text(out, recipes.as_yaml(found.recipe))
     return found
+
+
+def fewest_bits(choices: Sequence[str]) -> Recipe:
+    """The recipe of the choice whose weights, then whose inputs, have the fewest bits.
+
+    Of several it is the first. Layers with fewer bits lose most, so that all layers get the methods
+    that are made for these.
+    """
+
+    def bits(recipe: Recipe) -> tuple[int, int]:
+        scheme = schemes.get(str(recipe.layers[0].scheme))
+        return scheme.code_bits, scheme.activation.bits
+
+    return min(filter(None, recipes_of(choices).values()), key=bits)
 
 
 def _require_writable(out: Path, facts_file: Path) -> None:

@@ -24,6 +24,7 @@ from qtool.pipeline.divergence import Probe
 from qtool.pipeline.inspect import total
 from qtool.pipeline.job import Job
 from qtool.pipeline.sensitivity import Candidates, _pattern, recipes_of
+from qtool.pipeline.sensitivity_recipe import fewest_bits
 from tests.conftest import MakeModel
 from tests.models.tiny import save_tiny
 
@@ -71,12 +72,24 @@ def test_input_orders_count_as_bits(make_model: MakeModel, tmp_path: Path) -> No
     model, out = make_model(), tmp_path / "mixed.yaml"
     choices = ["none", "w4ax-fmpq", "w8a8"]
     found = qtool.sensitivity(model, choices, 7.0, out, **{**GIVEN, "recipe": "best"})
-    assert found.recipe.step("gather-outliers")  # of the first choice that quantizes
+    assert found.recipe.step("gather-outliers")  # of the choice with the fewest bits
     stored, weights = 0, 0
     for kind in qtool.plan(model, recipe=out).kinds:
         stored += len(kind.blocks) * sum(linear.nbytes for linear in kind.linears)
         weights += len(kind.blocks) * sum(prod(linear.shape) for linear in kind.linears)
     assert found.chosen.bits == 8 * stored / weights
+
+
+@pytest.mark.parametrize(
+    ("choices", "methods"),
+    [
+        (["w8a8", "w4a16:32", "none"], "w4a16"),
+        (["w4a8-lqq", "w8a8", "w4a4-g128", "w4a16"], "w4a4-g128"),
+    ],
+)
+def test_the_methods_are_those_of_the_fewest_bits(choices: list[str], methods: str) -> None:
+    """The order of the choices has no part in it."""
+    assert fewest_bits(choices).scheme == fewest_bits(choices[::-1]).scheme == methods
 
 
 def test_a_recipe_rotates_at_run_time_unless_it_is_for_export(
