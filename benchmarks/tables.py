@@ -296,7 +296,7 @@ def sensitivity() -> str:
                 rows.append([f"{point['bits']:.3f}", f"{point['measured']:.5f}", "mixed",
                              f"{point['measured'] / between - 1:+.0%}"])  # fmt: skip
     head = ["bits a weight", "KL, nats", "schemes", "against the line between uniform ones"]
-    return markdown(head, sorted(rows)) + made_by(stored)
+    return markdown(head, sorted(rows, key=lambda row: (float(row[0]), row))) + made_by(stored)
 
 
 #: steps of the proof of each class, in order; an export follows
