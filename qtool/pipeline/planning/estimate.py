@@ -95,7 +95,7 @@ H200 = Rates(
     seconds_a_token=0.21e-3,
     cached_bytes=3.6e12,
     start=4.5,
-    compiling=12.0,
+    compiling=8.0,
 )
 
 #: rates of two cores: twice the rates that one thread reached in its CPU time when it smoothed,
