@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from qtool.calibration import kept_outputs
 from qtool.calibration.batch import HIDDEN, Batch, to_device
 from qtool.calibration.block import Block
 from qtool.calibration.timing import phase
@@ -197,11 +198,13 @@ def _forward(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor]:
 def _is_of_qtool(error: Exception) -> bool:
     """Whether ``error`` passed through qtool's code after a module of the model was called.
 
-    Then an observer, a method or a scheme raised it.
+    Then an observer, a method or a scheme raised it. A call of the attention by
+    :mod:`.kept_outputs` does not count.
     """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     next(frames)  # the function that called the module
-    return any(frame.f_globals.get("__name__", "").startswith("qtool.") for frame in frames)
+    names = {frame.f_globals.get("__name__", "") for frame in frames} - {kept_outputs.__name__}
+    return any(name.startswith("qtool.") for name in names)
 
 
 def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> dict[str, Tensor] | None:

@@ -19,12 +19,18 @@ from qtool.models.family import Family
 
 
 @dataclass
+class Room:
+    """Bytes that are left for outputs, on both paths together."""
+
+    left: float
+
+
+@dataclass
 class KeptOutputs:
     """What module ``name`` of a block returned for ``batches``, for as many as ``room`` holds.
 
     Attributes:
         last: the last linear of the module.
-        room: bytes that are left.
         outputs: those that are kept, by the ``id`` of their batch.
         filling: the module runs for an output to keep, and a forward does not end inside it.
     """
@@ -32,12 +38,12 @@ class KeptOutputs:
     name: str
     last: str
     batches: Collection[Batch]
-    room: float
+    room: Room
     outputs: dict[int, Any] = field(default_factory=dict, init=False)
     filling: bool = field(default=False, init=False)
 
     @classmethod
-    def of(cls, family: Family, batches: Collection[Batch], room: float) -> "KeptOutputs | None":
+    def of(cls, family: Family, batches: Collection[Batch], room: Room) -> "KeptOutputs | None":
         """For the first module of a block that ends with a linear which writes to the stream.
 
         It is the attention in most families. None if no linears come after it.
@@ -62,15 +68,16 @@ class KeptOutputs:
         """
         inside = [*filter(self.is_inside, observed)]
         kept = self.outputs.pop(id(batch), None) if to_end else self.outputs.get(id(batch))
-        keeps = not to_end and any(batch is own for own in self.batches)
-        if (inside and (kept is not None or self.last not in inside)) or not (keeps or kept):
+        takes = kept is not None and not inside
+        keeps = kept is None and not to_end and (not inside or self.last in inside)
+        if not takes and not (keeps and any(batch is own for own in self.batches)):
             yield
             return
         own, forward = vars(module).get("forward"), module.forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
             module.forward = forward  # another call in the same forward runs
-            if kept is not None:
+            if takes:
                 return _copy(kept)
             self.filling = True
             try:
@@ -78,8 +85,8 @@ class KeptOutputs:
             finally:
                 self.filling = False
             nbytes = sum(leaf.nbytes for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
-            if nbytes <= self.room:
-                self.room -= nbytes
+            if nbytes <= self.room.left:
+                self.room.left -= nbytes
                 self.outputs[id(batch)] = _copy(found)
             return found
 

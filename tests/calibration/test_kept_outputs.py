@@ -8,10 +8,11 @@ import torch
 
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import inputs_of, observe, run
-from qtool.calibration.kept_outputs import KeptOutputs
+from qtool.calibration.kept_outputs import KeptOutputs, Room
 from qtool.calibration.reference import Reference
 from qtool.calibration.rounding.gptq import rounding
 from qtool.calibration.rounding.gptq.rounding import Gptq
+from qtool.errors import QtoolError
 
 from .conftest import CONFIGS, make_model
 
@@ -29,7 +30,7 @@ def watched(llama, blocks):
 
 
 def keeping(block: Block, batches, room: float = math.inf) -> KeptOutputs:
-    block.kept_outputs = kept = KeptOutputs.of(block.family, batches, room)
+    block.kept_outputs = kept = KeptOutputs.of(block.family, batches, Room(room))
     assert kept is not None
     return kept
 
@@ -76,6 +77,31 @@ def test_a_block_may_change_what_attention_returns(watched) -> None:
     keeping(block, batches)
     for _ in range(3):
         assert torch.equal(inputs_of(block, batches[0], GATE)[0], expected)
+
+
+def test_a_module_may_return_a_tensor(watched) -> None:
+    """As Mamba's does; the run to the block's end takes it too."""
+    block, batches, _ = watched
+    end, runs = run(block, batches[0]), []
+    kept = block.kept_outputs = KeptOutputs("mlp", "mlp.down_proj", batches, Room(math.inf))
+    block.get(GATE).register_forward_hook(lambda *_: runs.append(1))
+    inputs_of(block, batches[0], "mlp.down_proj")
+    assert isinstance(kept.outputs[id(batches[0])], torch.Tensor)
+    assert torch.equal(run(block, batches[0]), end) and len(runs) == 1
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_error_of_the_model_is_one_sentence(keeps: bool, watched) -> None:
+    block, batches, _ = watched
+
+    def fails(*_: object) -> None:
+        raise ValueError("no such head")
+
+    block.get("self_attn.q_proj").register_forward_hook(fails)
+    if keeps:
+        keeping(block, batches)
+    with pytest.raises(QtoolError, match="no such head"):
+        inputs_of(block, batches[0], GATE)
 
 
 @pytest.mark.parametrize("model", CONFIGS)

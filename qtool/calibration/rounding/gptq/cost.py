@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import prod
 
 from qtool.calibration.cost import GRADIENTS, BlockShape, Shapes, Work, stacked
-from qtool.calibration.kept_outputs import KeptOutputs
+from qtool.calibration.kept_outputs import KeptOutputs, Room
 from qtool.calibration.rounding.gptq.columns import PANEL
 from qtool.calibration.rounding.gptq.gptq import REFITTED_ROWS, GptqOptions
 from qtool.calibration.rounding.gptq.hessian import panels
@@ -85,7 +85,7 @@ def _spared_flops(
     the path of the quantized block, and in the float block the one at that linear, which goes on to
     the attention's end.
     """
-    kept = KeptOutputs.of(block.family, (), 0)
+    kept = KeptOutputs.of(block.family, (), Room(0))
     if kept is None:
         return 0.0
     at = next(i for i, groups in enumerate(turns) if kept.last in groups[0].linears)
@@ -173,7 +173,7 @@ def held_bytes(options: GptqOptions, block: BlockShape) -> int:
 
 def outputs_bytes(options: GptqOptions, block: BlockShape) -> int:
     """Bytes beyond :func:`held_bytes` with all outputs of the attention that may be kept."""
-    kept = KeptOutputs.of(block.family, (), 0)
+    kept = KeptOutputs.of(block.family, (), Room(0))
     if kept is None or not block.quantized:
         return 0
     before, last = _before_last(options, block.family, block.quantized)

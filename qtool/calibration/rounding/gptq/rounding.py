@@ -22,7 +22,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Shapes, Work
 from qtool.calibration.forwards import Observer, by_place, inputs_of, observe
-from qtool.calibration.kept_outputs import KeptOutputs
+from qtool.calibration.kept_outputs import KeptOutputs, Room
 from qtool.calibration.method import Rounding
 from qtool.calibration.outliers import to_median
 from qtool.calibration.precision import ROWS
@@ -109,7 +109,8 @@ class Gptq(GptqOptions, Rounding):
         tokens = count_tokens(batches)
         outputs = self.outputs(block, reference, batches)
         shapes = {name: block.shape(name) for name in block.family.linears()}
-        room = self.room_for_outputs(block, batches, {n: shapes[n] for n in block.schemes})
+        quantized = {name: shapes[name] for name in block.schemes}
+        room = Room(self.room_for_outputs(block, batches, quantized))
         kept = KeptOutputs.of(block.family, batches, room)
         if reference and kept_input_bytes(block.family, shapes, tokens):
             reference.look_once(compared(block))
@@ -119,8 +120,6 @@ class Gptq(GptqOptions, Rounding):
         turns = list(ranks.lockstep(batches, len(batch_shapes(batches))))
         for groups in hessians_in_turn(block.family.groups, lambda g: shapes[g.linears[0]][1]):
             if kept and not any(map(kept.is_inside, block.schemes.keys() - rounded.keys())):
-                if reference and reference.block.kept_outputs:
-                    kept.room = min(kept.room, reference.block.kept_outputs.room)
                 block.kept_outputs = kept
             found = self.round_groups(block, reference, turns, groups, tokens, outputs)
             block.install(found)
