@@ -10,14 +10,16 @@ among the installed packages, so this imports qtool's quantizer and then calls l
 as ``qtool eval`` reads it (:mod:`qtool.eval.local_tasks`), unless a group brings it.
 """
 
+import sys
 from typing import Any
+
+from qtool.errors import QtoolError
 
 
 def main() -> None:
     """Register the quantizer with transformers and the local tasks with lm-eval, and run lm-eval.
 
-    Raises:
-        QtoolError: ``QTOOL_DATA_DIR`` does not exist, or a task there is malformed.
+    If there is no directory of the name in ``QTOOL_DATA_DIR``, a sentence says so, and no task runs.
     """
     from lm_eval import tasks
     from lm_eval.__main__ import cli_evaluate
@@ -25,7 +27,10 @@ def main() -> None:
     from qtool.eval import local_tasks
     from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 
-    files = local_tasks.local_tasks(None)
+    try:
+        files = local_tasks.local_tasks(None)
+    except QtoolError as error:
+        sys.exit(f"qtool: {error}")
 
     class TaskManager(tasks.TaskManager):  # type: ignore[misc]
         @property

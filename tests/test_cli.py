@@ -421,7 +421,12 @@ def test_a_bar_counts_from_where_the_lines_do(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("ranks", "said"), [({"RANK": "1"}, True), ({"RANK": "1", "WORLD_SIZE": "2"}, False)]
+    ("ranks", "said"),
+    [
+        ({"RANK": "1"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),
+        ({"RANK": "²", "WORLD_SIZE": "2"}, True),  # no rank
+    ],
 )
 def test_only_the_first_of_several_ranks_speaks(
     ranks: dict[str, str], said: bool, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,8 @@ import time
 from threading import Event, Thread
 from typing import Any, NoReturn
 
+from qtool.units import whole_number
+
 #: seconds between two heartbeats; seconds without one after which a rank counts as lost
 BEAT, SILENCE = 1.0, 20.0
 FAILED = 2
@@ -133,7 +135,7 @@ def fail() -> bool:
 def is_first_rank() -> bool:
     """Whether this process is rank 0 or alone, by torchrun's environment, or has no valid rank."""
     rank = os.environ.get("RANK", "0")
-    return os.environ.get("WORLD_SIZE", "1") == "1" or not rank.isdigit() or int(rank) == 0
+    return os.environ.get("WORLD_SIZE", "1") == "1" or not whole_number(rank)
 
 
 def leave(code: int) -> NoReturn:

@@ -194,7 +194,7 @@ def results(
     if all(s.files != files for s in known):
         require_intact(directory)
         for one in known:
-            save(store, replace(one, files=files))
+            _save_if_possible(store, replace(one, files=files), one.tasks[0].task)
     loaded, found = None, []
     for task in tasks:
         facts = task.facts | environment
@@ -202,9 +202,14 @@ def results(
         if saved is None:
             loaded = loaded or load()
             saved = SavedResult(model, facts, task.evaluate(loaded), files)
-            try:
-                save(store, saved)
-            except (OSError, NoSpace) as error:
-                log.error("%s is not saved in %s: %s", task.name, store / FILE, error)
+            _save_if_possible(store, saved, task.name)
         found += saved.tasks
     return Results(found)
+
+
+def _save_if_possible(store: Path, saved: SavedResult, task: str) -> None:
+    """:func:`save`; the log says if the disk does not take the results of ``task``."""
+    try:
+        save(store, saved)
+    except (OSError, NoSpace) as error:
+        log.error("%s is not saved in %s: %s", task, store / FILE, error)

@@ -16,6 +16,7 @@ import lm_eval.tasks
 import pytest
 from click.testing import CliRunner
 
+import qtool.lm_eval
 from qtool import recipes
 from qtool.cli import cli
 from qtool.io.model_directory import DEMO
@@ -169,6 +170,12 @@ def test_hellaswag_as_published_on_a_native_checkpoint(few_tasks, tmp_path, monk
     assert set(found[0]["metrics"]) == {"acc", "acc_norm"} and len(scores[name]) == 4 * ITEMS
     require_same(found, metrics[name], scores[name])
     assert scores[local] == scores[name] and len(scores["own"]) == 2
+
+
+def test_a_missing_directory_of_tasks_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("QTOOL_DATA_DIR", str(tmp_path / "none"))
+    with pytest.raises(SystemExit, match=r"^qtool: .*none"):
+        qtool.lm_eval.main()
 
 
 @pytest.mark.data

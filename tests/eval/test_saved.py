@@ -155,6 +155,19 @@ def test_a_result_that_the_disk_does_not_take_is_given(
     assert not list(store.glob("*.lock"))
 
 
+def test_results_are_given_though_new_file_times_are_not_taken(store, monkeypatch, caplog):
+    tasks = [LoadedTask("a", {"task": "a"}, lambda _: [TaskResult("a", "zero_shot", "", 1, {})])]
+    first = saved.results(tasks, store, lambda: "model", store, CPU)
+    monkeypatch.setattr(saved, "files_seen", lambda _: {"touched": 1})
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert saved.results(tasks, store, refuse, store, CPU) == first
+    assert caplog.messages[0].startswith("a is not saved in ")
+
+
 def test_processes_that_save_at_once_lose_nothing(store):
     def save(model):
         for number in range(50):
