@@ -19,7 +19,7 @@ from qtool.errors import QtoolError
 def main() -> None:
     """Register the quantizer with transformers and the local tasks with lm-eval, and run lm-eval.
 
-    If there is no directory of the name in ``QTOOL_DATA_DIR``, a sentence says so, and no task runs.
+    If ``QTOOL_DATA_DIR`` names no directory, a sentence says so and no task runs.
     """
     from lm_eval import tasks
     from lm_eval.__main__ import cli_evaluate
