@@ -309,6 +309,13 @@ def test_rules_that_name_blocks() -> None:
         Job.of(config_of("llama-tiny", 4), recipes.parse({"layers": rules}, "mixed"))
 
 
+@pytest.mark.parametrize("quantized", [r".*\.down_proj", r".*self_attn\..*"])
+def test_rules_that_quantize_part_of_a_block(quantized: str) -> None:
+    rules = [{"match": quantized, "scheme": "w4a16", "group_size": 128}]
+    recipe = recipes.parse({"layers": rules, "rounding": "gptq"}, "part")
+    assert plan(Job.of(config_of("llama-tiny", 1), recipe)).device_bytes > 0
+
+
 def test_work_adds_up() -> None:
     assert Work(read_bytes=2) + Work(read_bytes=3, forward_flops=1) * 2 == Work(
         read_bytes=8, forward_flops=2

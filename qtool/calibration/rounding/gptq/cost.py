@@ -203,7 +203,7 @@ def _before_last(
     ``inputs`` are bytes of a batch beside the moments that it is added to.
     """
     *earlier, (moments, last) = _moments_and_solving(options, family, quantized)
-    return max(moments + inputs, *(solving for _, solving in earlier)), last
+    return max([moments + inputs, *(solving for _, solving in earlier)]), last
 
 
 def _moments_and_solving(
