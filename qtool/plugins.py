@@ -115,9 +115,12 @@ def made_with(config: Mapping[str, Any]) -> str:
     A message on what is not registered ends with them.
 
     Raises:
-        AttributeError: they are no mapping.
+        QtoolError: they are no mapping.
     """
-    packages = ", ".join(f"{name} {found}" for name, found in config.get("plugins", {}).items())
+    found = config.get("plugins", {})
+    if not isinstance(found, Mapping):
+        raise QtoolError(f"quantization_config is damaged: plugins is {found!r}")
+    packages = ", ".join(f"{name} {version}" for name, version in found.items())
     return f" (plugins where it was made: {packages})" if packages else ""
 
 

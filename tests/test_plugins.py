@@ -128,6 +128,10 @@ def test_a_checkpoint_of_a_plugins_architecture_names_the_packages_too(
     (out / "config.json").write_text(json.dumps(mine))
     with pytest.raises(QtoolError, match=r"'mine': .* .plugins where it was made: own-scheme 0"):
         look(out)
+    mine["quantization_config"]["plugins"] = ["own-scheme"]
+    (out / "config.json").write_text(json.dumps(mine))
+    with pytest.raises(QtoolError, match=r"damaged: plugins is \['own-scheme'\]"):
+        look(out)
 
 
 @pytest.mark.parametrize("missing", [SCHEMES, LAYOUTS])
