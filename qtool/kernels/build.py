@@ -44,8 +44,9 @@ ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100", "sm_120")
 
 #: threads that import cuda.core at once may find half of it
 _IMPORTING = Lock()
-#: a lock for each entry of the cache
-_COMPILING: defaultdict[Path, Lock] = defaultdict(Lock)
+#: a lock for each entry of the cache, by its path as a string: in the hash of a Path, which is
+#: Python code, another thread may make a second lock
+_COMPILING: defaultdict[str, Lock] = defaultdict(Lock)
 
 #: source name, prologue and macros of a kernel
 Source = tuple[str, str, dict[str, int]]
@@ -180,7 +181,7 @@ def cubin(name: str, prologue: str, defines: Mapping[str, int], arch: str) -> by
         _sources_hash(),
     )
     path = cache_dir() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.cubin"
-    with _COMPILING[path]:  # threads compile different kernels at once, but none twice
+    with _COMPILING[str(path)]:  # threads compile different kernels at once, but none twice
         try:
             return path.read_bytes()
         except OSError:

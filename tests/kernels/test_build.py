@@ -3,6 +3,7 @@ must be.
 """
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -83,12 +84,19 @@ def test_all_are_compiled_into_the_cache_once(
 
 def test_threads_compile_no_kernel_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Different ones at once: each of two waits until the other is being compiled too."""
-    monkeypatch.setenv("QTOOL_CACHE_DIR", str(tmp_path))
+
+    class SlowlyHashed(type(tmp_path)):  # type: ignore[misc]
+        def __hash__(self) -> int:
+            time.sleep(0.01)
+            return super().__hash__()
+
+    monkeypatch.setattr(build, "cache_dir", lambda: SlowlyHashed(tmp_path))
     both, compiled = threading.Barrier(2, timeout=60), []
 
     def compile_source(name: str, *args: object) -> build.Compiled:
         compiled.append(name)
         both.wait()
+        time.sleep(0.1)
         return build.Compiled(name.encode(), "")
 
     monkeypatch.setattr(build, "compile_source", compile_source)
