@@ -26,6 +26,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import Work
 from qtool.calibration.forwards import by_place, inputs_of, observe, run
 from qtool.calibration.method import LEARNING_SEQUENCES
+from qtool.calibration.rounding.distill.distill import Distill
 from qtool.calibration.rounding.gptq import gptq, memory
 from qtool.calibration.rounding.gptq.memory import MOST_HESSIAN_BYTES, hessians_at_once
 from qtool.calibration.rounding.gptq.rounding import Gptq
@@ -314,6 +315,16 @@ def test_rules_that_quantize_part_of_a_block(quantized: str) -> None:
     rules = [{"match": quantized, "scheme": "w4a16", "group_size": 128}]
     recipe = recipes.parse({"layers": rules, "rounding": "gptq"}, "part")
     assert plan(Job.of(config_of("llama-tiny", 1), recipe)).device_bytes > 0
+
+
+def test_distill_takes_what_its_start_takes() -> None:
+    """Of many tokens, the outputs of the attention that gptq keeps take more than what learns."""
+    shape = block_shape(Job.of(config_of("llama-tiny", 1), GPTQ), 0, 4096, 256, 2)
+    start, method = Gptq(), Distill(start="gptq")
+    assert start.spare_bytes(shape) > 0 and Distill().spare_bytes(shape) == 0
+    assert method.held_bytes(shape) + method.spare_bytes(shape) >= (
+        start.held_bytes(shape) + start.spare_bytes(shape)
+    )
 
 
 def test_work_adds_up() -> None:

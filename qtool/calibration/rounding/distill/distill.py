@@ -160,6 +160,12 @@ class Distill(Rounding):
         iteration = int(tokens * (block.itemsize * seen + 12 * block.config.hidden_size))
         return weights + block.tokens * block.config.hidden_size * block.itemsize + iteration
 
+    def spare_bytes(self, block: BlockShape) -> int:
+        """What the rounding it starts from takes beyond :meth:`held_bytes`."""
+        start = STARTS[self.start]()
+        most = start.held_bytes(block) + start.spare_bytes(block)
+        return max(0, most - self.held_bytes(block))
+
     def sizes(self, targets: Sequence[Tensor | None]) -> list[float]:
         """What :meth:`distance` is divided by in each batch to give the mean loss of all ranks.
 
