@@ -23,6 +23,7 @@ from qtool.errors import QtoolError, in_one_line
 from qtool.eval.channel_range import role
 from qtool.io.finite import require_all_finite
 from qtool.io.model_directory import DEMO
+from qtool.io.output import Output
 from qtool.io.safetensors import space_for, write_text
 from qtool.io.source import Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
@@ -713,6 +714,9 @@ def test_a_disk_without_locks_is_called_so(  # type: ignore[no-untyped-def]
     for _ in range(2):
         refused("lock cannot be locked (Function not implemented)", make_model())
         assert not list(tmp_path.glob("refused*"))
+    with pytest.raises(QtoolError, match="cannot be locked"):
+        Output(tmp_path / "above" / "out", {}, 1, resume=False)
+    assert not (tmp_path / "above").exists()
 
 
 def test_a_full_disk_that_numpy_meets_is_called_so(tmp_path: Path) -> None:

@@ -128,7 +128,11 @@ class Output:
                 # killed after the directory took its name
                 shutil.rmtree(directory / RUN, ignore_errors=True)
             else:
-                self._open(resume)
+                try:
+                    self._open(resume)
+                except Exception:
+                    self.close()
+                    raise
         self.finished, self.continued, self.records = ranks.broadcast(
             (self.finished, self.continued, self.records)
         )
