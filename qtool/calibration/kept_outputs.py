@@ -9,8 +9,10 @@ first look that runs it keeps its outputs, and later looks take them instead of 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -46,12 +48,17 @@ class KeptOutputs:
     def of(cls, family: Family, batches: Collection[Batch], room: Room) -> "KeptOutputs | None":
         """For the first module of a block that ends with a linear which writes to the stream.
 
-        It is the attention in most families. None if no linears come after it.
+        It is the attention in most families, and may be a recurrent layer. None if no linears come
+        after it.
         """
-        for group in family.groups[:-1]:
-            name, _, _ = group.linears[0].rpartition(".")
-            if group.writes_residual and not group.routed and name and not family.passes:
-                return cls(name, group.linears[0], batches, room)
+        for number, group in enumerate(family.groups[:-1], 1):
+            if group.writes_residual and not group.routed and not family.passes:
+                last = group.linears[0]
+                later = [name for own in family.groups[number:] for name in own.linears]
+                # the outermost module that holds no later linear
+                for name in accumulate(last.split(".")[:-1], "{}.{}".format):
+                    if not any(linear.startswith(f"{name}.") for linear in later):
+                        return cls(name, last, batches, room)
         return None
 
     def is_inside(self, linear: str) -> bool:
@@ -87,7 +94,10 @@ class KeptOutputs:
             nbytes = sum(leaf.nbytes for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
             if nbytes <= self.room.left:
                 self.room.left -= nbytes
-                self.outputs[id(batch)] = _copy(found)
+                try:
+                    self.outputs[id(batch)] = _copy(found)
+                except torch.OutOfMemoryError:
+                    self.room.left = 0
             return found
 
         module.forward = call

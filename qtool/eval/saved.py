@@ -194,7 +194,8 @@ def results(
     if all(s.files != files for s in known):
         require_intact(directory)
         for one in known:
-            _save_if_possible(store, replace(one, files=files), one.tasks[0].task)
+            names = ", ".join(found.task for found in one.tasks)
+            _save_if_possible(store, replace(one, files=files), names)
     loaded, found = None, []
     for task in tasks:
         facts = task.facts | environment

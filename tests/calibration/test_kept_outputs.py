@@ -2,10 +2,12 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from qtool.calibration import kept_outputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import inputs_of, observe, run
 from qtool.calibration.kept_outputs import KeptOutputs, Room
@@ -13,6 +15,8 @@ from qtool.calibration.reference import Reference
 from qtool.calibration.rounding.gptq import rounding
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.errors import QtoolError
+from qtool.models import family_of
+from qtool.models.parts import Fold, LinearGroup
 
 from .conftest import CONFIGS, make_model
 
@@ -64,6 +68,40 @@ def test_as_many_are_kept_as_there_is_room_for(watched) -> None:
     for _ in range(2):
         observe(block, batches, {GATE: lambda x: None})
     assert len(batches) > 1 and len(runs) == 2 * len(batches) - 1
+
+
+def test_a_copy_that_memory_does_not_hold_is_not_kept(watched, monkeypatch) -> None:
+    block, batches, runs = watched
+    kept = keeping(block, batches)
+
+    def full(output: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(kept_outputs, "_copy", full)
+    for _ in range(2):
+        observe(block, batches, {GATE: lambda x: None})
+    assert len(runs) == 2 * len(batches) and not kept.outputs and not block.notes
+
+
+@pytest.mark.parametrize(
+    ("last", "later", "module"),
+    [
+        (LAST, GATE, "self_attn"),
+        ("self_attn.o_proj.linear", GATE, "self_attn"),
+        ("attention.output.dense", "intermediate.dense", "attention"),
+        ("layer.attn.out", "layer.mlp.up", "layer.attn"),
+        ("out_proj", "up_proj", None),
+        (LAST, "self_attn.up_proj", None),
+    ],
+)
+def test_the_module_is_the_outermost_without_later_linears(last, later, module) -> None:
+    family = family_of("llama")
+    groups = (
+        LinearGroup((last,), "norm", Fold.NONE, writes_residual=True),
+        LinearGroup((later,), "norm", Fold.NONE),
+    )
+    found = KeptOutputs.of(replace(family, groups=groups), [], Room(0))
+    assert (found and found.name) == module
 
 
 def test_a_block_may_change_what_attention_returns(watched) -> None:

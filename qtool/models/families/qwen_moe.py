@@ -25,7 +25,7 @@ SHARED = "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared
 def _is_dense(config: Any, block: int) -> bool:
     step = getattr(config, "decoder_sparse_step", None) or 1
     dense = getattr(config, "mlp_only_layers", None) or []
-    if not isinstance(dense, list | tuple):
+    if not isinstance(dense, list | tuple) or not all(isinstance(n, int) for n in dense):
         raise QtoolError(f"config.json: mlp_only_layers is {dense!r}; a list of blocks is expected")
     require_count("config.json: decoder_sparse_step", step)
     return block in dense or bool((block + 1) % step)

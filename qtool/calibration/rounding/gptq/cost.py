@@ -90,7 +90,9 @@ def _spared_flops(
         return 0.0
     at = next(i for i, groups in enumerate(turns) if kept.last in groups[0].linears)
     inside = [name for name in block.linears if kept.is_inside(name)]
-    each = block.linear_flops(inside) + block.attention_flops()
+    attention = block.family.attention
+    attends = attention is None or kept.is_inside(attention.o)
+    each = block.linear_flops(inside) + attends * block.attention_flops()
     looks = [groups[0] for groups in turns[at + 1 :] if block.stacked(groups)]
     spared = each * max(0, len(looks) - 1)
     dense = sum(not group.routed for group in looks)
@@ -177,7 +179,8 @@ def outputs_bytes(options: GptqOptions, block: BlockShape) -> int:
     if kept is None or not block.quantized:
         return 0
     before, last = _before_last(options, block.family, block.quantized)
-    paths = 1 + (options.residual > 0)
+    keeps = kept_input_bytes(block.family, block.linears, block.tokens) > 0
+    paths = 1 + (options.residual > 0 and not keeps)
     outputs = paths * block.itemsize * block.tokens * block.linears[kept.last][0]
     return max(0, before + outputs - max(before, last))
 
