@@ -465,6 +465,7 @@ def widened(block: Block) -> None:
         ("rotates", lambda *_: "mlp.up_proj", r"mine: rotates gives str; Sequence.str. is"),
         ("work", lambda *_: None, "mine: work gives NoneType; Work is expected"),
         ("held_bytes", lambda *_: None, "mine: held_bytes gives NoneType; int is expected"),
+        ("spare_bytes", lambda *_: None, "mine: spare_bytes gives NoneType; int is expected"),
     ],
 )
 def test_what_a_method_returns_wrongly_is_named(
@@ -476,7 +477,7 @@ def test_what_a_method_returns_wrongly_is_named(
     setattr(mine, function, returns)
     ids = torch.arange(64).view(2, 32)
     with pytest.raises(QtoolError, match=said):
-        if function in ("work", "held_bytes"):
+        if function in ("work", "held_bytes", "spare_bytes"):
             qtool.plan("demo", recipe=recipe)
         else:
             qtool.quantize(make_model(), recipe=recipe, calibration=ids, out=tmp_path / "out")

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.forwards import inputs_of, observe, run
 from qtool.calibration.kept_outputs import KeptOutputs, Room
 from qtool.calibration.reference import Reference
-from qtool.calibration.rounding.gptq import rounding
+from qtool.calibration.rounding.gptq import cost, rounding
 from qtool.calibration.rounding.gptq.rounding import Gptq
 from qtool.errors import QtoolError
 from qtool.models import family_of
@@ -165,3 +166,26 @@ def test_rounding_gives_the_same_codes(model: str, blocks, monkeypatch) -> None:
     none, every = found
     assert none.keys() == every.keys()
     assert all(torch.equal(none[name].codes, every[name].codes) for name in none)
+
+
+def test_a_gpu_leaves_room_for_what_is_to_come(monkeypatch) -> None:
+    """Outputs take what is free beyond a look at the last linears, or the solving before it."""
+    family, method = family_of("llama"), Gptq()
+    quantized = {name: (64, 64) for name in family.linears()} | {"mlp.down_proj": (64, 4096)}
+    weights = sum(map(math.prod, quantized.values()))
+    block = SimpleNamespace(
+        device=torch.device("cuda"), family=family, module=torch.nn.Linear(2, 2), budget=2e9
+    )
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5e8)
+
+    def to_come(tokens: int) -> float:
+        batches = [SimpleNamespace(shape=(size, tokens)) for size in (1, 2)]
+        return 1.5e9 - method.room_for_outputs(block, batches, quantized)  # type: ignore[arg-type]
+
+    last = 64 * 4096  # H, D and S of down, whose weight is the only exact one that is left
+    moments = 4 * (2 * 4096**2 + last) + weights + 3 * last
+    assert to_come(0) == moments - 4 * weights
+    assert to_come(7) - to_come(0) == cost.LOOK_TENSORS * 2 * 7 * 4 * 4096  # of the largest batch
+    quantized["mlp.down_proj"] = (64, 64)
+    before = to_come(0)
+    assert before == to_come(1) > -4 * weights  # solving gate and up takes more than this look

@@ -78,7 +78,11 @@ def spare_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int
     shapes = [
         block_shape(job, block, tokens // window, window, itemsize) for block in job.distinct_blocks
     ]
-    return max(method.spare_bytes(shape) for method in job.methods for shape in shapes)
+    return max(
+        require_returned(method, "spare_bytes", method.spare_bytes(shape), int)
+        for method in job.methods
+        for shape in shapes
+    )
 
 
 def learning_bytes(job: Job, window: int, device: torch.device) -> int:
