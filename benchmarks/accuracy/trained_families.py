@@ -5,8 +5,8 @@
 
 The models (``train.py``'s ``FAMILIES``) are trained at once, each in a process of its own, and then
 quantized by ``paper`` and ``best``, with the end of the training text for calibration. A row has
-the KL divergence from full precision on the held-out text, in 1/1000 nats a token. --write keeps
-the rows in benchmarks/results/trained-families.json.
+the KL divergence from full precision on the held-out text, in 1/1000 nats a token; both models
+compute in float32. --write keeps the rows in benchmarks/results/trained-families.json.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def tokens_of(name: str, arguments: argparse.Namespace) -> Tensor:
 def measured(family: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The row of ``family``, whose trained model is in ``--work``."""
     source = arguments.work / family
-    base = qtool.load(source, device=arguments.device)
+    base = qtool.load(source, device=arguments.device, dtype=torch.float32)
     valid = tokens_of("valid", arguments).to(arguments.device)
     rows = valid[: arguments.limit * arguments.seqlen].view(-1, arguments.seqlen)
     trained = json.loads((source / "training.json").read_text())
@@ -62,7 +62,7 @@ def measured(family: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 samples=arguments.samples,
                 seqlen=arguments.seqlen,
             )
-            model = qtool.load(out, device=arguments.device)
+            model = qtool.load(out, device=arguments.device, dtype=torch.float32)
             found = window_divergence(model, base, rows)
             row[f"{scheme} {recipe}"] = fmean(found), standard_error(found)
     return {"family": family} | row
