@@ -1868,6 +1868,12 @@ FAULTS = [
         ),
         (
             "qtool/calibration/transforms/online_hadamard.py",
+            "and group.gate is None",
+            "and False",
+            "tests/calibration/transforms/test_online_hadamard.py -k relu",
+        ),
+        (
+            "qtool/calibration/transforms/online_hadamard.py",
             "[1] % SPAN",
             "[1] % 32",
             "tests/calibration/transforms/test_online_hadamard.py -k 64",

@@ -16,6 +16,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.method import Transform
 from qtool.calibration.transforms.reorder import recipe_group
 from qtool.models.family import Family
+from qtool.models.parts import Fold, LinearGroup
 from qtool.schemes.arithmetic.online_hadamard import SPAN
 
 
@@ -23,7 +24,9 @@ from qtool.schemes.arithmetic.online_hadamard import SPAN
 class OnlineHadamard(Transform):
     """Rotate the inputs of down projections, 64 channels at a time.
 
-    A linear is left out if its number of input channels is not a multiple of 64.
+    A linear is left out if its number of input channels is not a multiple of 64, or if a ReLU makes
+    its input: most of that is zero, which rounding keeps, and a rotation spreads the errors of the
+    rest over it.
     """
 
     name = "online-hadamard"
@@ -39,7 +42,7 @@ class OnlineHadamard(Transform):
         kinds = dict.fromkeys(family.at(config, i) for i in range(config.num_hidden_layers))
         divides: dict[str, bool] = {}
         for kind in kinds:
-            downs = [g for g in kind.groups if recipe_group(g) == "product"]
+            downs = [g for g in kind.groups if recipe_group(g) == "product" and not _of_relu(g)]
             for name in (name for group in downs for name in group.linears):
                 whole = kind.shape(f"{name}.weight", config)[1] % SPAN == 0
                 divides[name] = divides.get(name, True) and whole
@@ -56,3 +59,8 @@ class OnlineHadamard(Transform):
         for name in self.rotates(block.family):
             if name in block.schemes:
                 block.rotate_inputs(name)
+
+
+def _of_relu(group: LinearGroup) -> bool:
+    """Whether the input is relu(up): a factor passes through it without a gate."""
+    return group.fold is Fold.PRODUCT and group.gate is None
