@@ -1565,6 +1565,12 @@ FAULTS = [
         ),
         (
             "qtool/schemes/protocol.py",
+            "if len(doubled) == 1:",
+            "if False:",
+            "tests/test_plugins.py -k bounds",
+        ),
+        (
+            "qtool/schemes/protocol.py",
             'require(near, "with_clip_bounds is the inverse of clip_bounds")',
             "pass",
             "tests/test_plugins.py -k bounds",

@@ -865,6 +865,11 @@ def test_a_scheme_whose_functions_contradict_each_other_is_refused(
             r"clip_bounds gives float32 .5, 1, 2.; float32 .2, 5, 1. is expected",
         ),
         (
+            "clip_bounds",
+            lambda self, params: QoQ.clip_bounds(self, params) * self.grid(params).step,
+            "clip_bounds, in units of the float scale, stays if that is doubled broken at",
+        ),
+        (
             "with_clip_bounds",
             lambda self, params, bounds: QoQ.with_clip_bounds(self, params, bounds - 3),
             "with_clip_bounds is the inverse of clip_bounds broken at",

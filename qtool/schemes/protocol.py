@@ -6,7 +6,8 @@ Of a weight W with its parameters and codes Q, a group's step s and what grid ha
     |dequantize(Q) - W| <= |grid.value(grid.nearest(W)) - W| + 0.501 s
 
 Rounding twice may miss the nearest code, by no more than half a step. Where there are zero points,
-``with_clip_bounds(params, clip_bounds(params))`` gives the same values. Of inputs X with outputs Y:
+``with_clip_bounds(params, clip_bounds(params))`` gives the same values, and ``clip_bounds`` the
+same bounds at twice the float scale, in whose units they are. Of inputs X with outputs Y:
 
     |matmul(X) - fake_activation(X) dequantize(Q)^T| <= 1e-4 max |Y|
 """
@@ -93,12 +94,16 @@ def _require_inverse(scheme: Scheme, codes: Tensor, params: Params) -> None:
     if bounds is None:
         return
     require_like("clip_bounds", bounds, torch.stack([step, step]))
+    doubled = {name: 2 * param for name, param in params.items() if param.is_floating_point()}
+    if len(doubled) == 1:  # the scale, to which all values are proportional
+        same = torch.as_tensor(scheme.clip_bounds(params | doubled) == bounds)
+        require(same, "clip_bounds, in units of the float scale, stays if that is doubled")
     again = scheme.with_clip_bounds(params, bounds)
     require_returned(scheme, "with_clip_bounds", again, dict[str, Tensor])
     for name, param in params.items():
         require_like(f"with_clip_bounds, for {name},", again.get(name), param)
-    values, same = (scheme.groups(scheme.dequantize(codes, p)) for p in (params, again))
-    near = (same - values).abs() <= 128e-5 * step[..., None]
+    values, found = (scheme.groups(scheme.dequantize(codes, p)) for p in (params, again))
+    near = (found - values).abs() <= 128e-5 * step[..., None]
     require(near, "with_clip_bounds is the inverse of clip_bounds")
 
 
