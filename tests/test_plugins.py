@@ -590,6 +590,8 @@ def method(base: type, **body: Any) -> type:
         (method(Clip, requires={"rotate": 1}), "Mine: requires is .'rotate': 1.; dict.str, str."),
         (method(Clip, most={"x": "5"}), "Mine: most is .'x': '5'.; Mapping.str, float. is"),
         (method(Clip, positive="x"), r"Mine: positive is 'x'; tuple.str, .... is expected"),
+        (method(Clip, positive=("step",)), "Mine: positive names the option 'step': did you mean"),
+        (method(Clip, most={"low": 1}), "Mine: most names the option 'low': did you mean lowest"),
         (method(RoundToNearest, __annotations__={"x": float}, x=1.0), "Mine is no dataclass"),
         (
             dataclasses.dataclass(method(RoundToNearest, __annotations__={"x": float})),

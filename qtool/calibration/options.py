@@ -31,6 +31,11 @@ def require_options(method: type[Method]) -> None:
         raise QtoolError(
             f"{method.__name__}.{option} is no option: {method.__name__} is no dataclass"
         )
+    for bound in ("positive", "most"):
+        for option in sorted({*getattr(method, bound)} - kinds.keys()):
+            raise QtoolError(
+                f"{method.__name__}: {bound} names the option {option!r}: {suggest(option, kinds)}"
+            )
     for field in _options(method):
         if field.default is MISSING and field.default_factory is MISSING:
             raise QtoolError(f"{method.__name__}.{field.name} has no default, which options have")
