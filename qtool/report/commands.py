@@ -2,15 +2,17 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from qtool import recipes
 from qtool.data.calibration_input import UNNAMED
-from qtool.data.corpora import SOURCES
+from qtool.data.corpora import SOURCES, TEST
 from qtool.data.defaults import EVALUATION_SEQLEN
 from qtool.errors import QtoolError
+from qtool.eval.results import TaskResult
 from qtool.recipes import LayerRule
 from qtool.report.data import Quality, Report
 
@@ -80,6 +82,8 @@ def evaluations(rows: Sequence[Quality], directory: str, base: str) -> list[str]
             options.append(f"--seqlen {seqlen}")
         options += [f"--{name} {fact[name]}" for name in ("kv", "dtype") if name in fact]
         options += ["--deterministic"] if fact.get("deterministic") else []
+        if directory_of_data := _data_dir(result):
+            options.append(f"--data-dir {shlex.quote(directory_of_data)}")
         if fact.get("engine"):
             options += ["--engine vllm"]
         elif fact.get("device", "cpu") != "cpu":
@@ -92,6 +96,16 @@ def evaluations(rows: Sequence[Quality], directory: str, base: str) -> list[str]
         evaluation(" ".join(tasks), directory, base, options)
         for options, tasks in by_options.items()
     ]
+
+
+def _data_dir(result: TaskResult) -> str:
+    """The ``--data-dir`` in which the local data of ``result`` lie; empty if they do not."""
+    local = [f"tasks/{result.task}.jsonl"]
+    if result.task in SOURCES and result.task != "demo":
+        local = [pattern for pattern, _ in SOURCES[result.task][TEST].local]
+    file = Path(result.origin)
+    found = [pattern for pattern in local if file.match(pattern)]
+    return str(file.parents[found[0].count("/")]) if found else ""
 
 
 def evaluation(tasks: str, directory: str, base: str, options: str = "") -> str:

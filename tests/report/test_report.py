@@ -474,7 +474,20 @@ def test_an_evaluated_file_is_named_by_its_path(quantized):
         result = TaskResult(task, "perplexity", origin, 9, metric)
         saved.save(quantized, SavedResult(identity, {"task": task}, [result]))
     told = report_commands.commands(collect(quantized, None, "cpu"))
-    assert f"qtool eval 'texts/a b.txt' c4 --model {quantized} --compare llama --save" in told
+    common = f"--model {quantized} --compare llama"
+    assert f"qtool eval 'texts/a b.txt' {common} --save" in told
+    assert f"qtool eval c4 {common} --data-dir /data --save" in told
+
+
+def test_a_task_of_ones_own_is_evaluated_again_with_its_directory(quantized):
+    identity, metric = saved.identity(quantized), {"acc": Metric(0.5, 0.1, True)}
+    for task, origin in (("own", "my data/tasks/own.jsonl"), ("piqa", "lm-eval")):
+        result = TaskResult(task, "zero_shot", origin, 9, metric)
+        saved.save(quantized, SavedResult(identity, {"task": task}, [result]))
+    told = report_commands.commands(collect(quantized, None, "cpu"))
+    common = f"--model {quantized} --compare llama"
+    assert f"qtool eval own {common} --data-dir 'my data' --save" in told
+    assert f"qtool eval piqa {common} --save" in told
 
 
 def test_a_missing_baseline_names_the_evaluation_that_lacks_it(quantized):
