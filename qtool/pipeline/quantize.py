@@ -301,9 +301,15 @@ def _require_space(output: Output, need: int) -> None:
         )
 
 
-def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[str, Any]:
+def versions() -> dict[str, str]:
+    """The versions that a result depends on, by package."""
     from importlib.metadata import version
 
+    own = {"qtool": qtool.__version__}
+    return own | {name: version(name) for name in ("torch", "transformers")} | plugins.versions()
+
+
+def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[str, Any]:
     return {
         "format_version": job.format.version,
         "source": source.identity(),
@@ -313,9 +319,7 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
         "recipe": _methods(job),
         **_stored(job),
         "calibration": dict(calibration.facts),
-        "versions": {"qtool": qtool.__version__}
-        | {name: version(name) for name in ("torch", "transformers")}
-        | plugins.versions(),
+        "versions": versions(),
     }
 
 

@@ -25,7 +25,7 @@ from qtool.pipeline.free_memory import host_memory
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions
 from qtool.pipeline.planning.memory import HOST_SHARE
-from qtool.pipeline.quantize import job_of
+from qtool.pipeline.quantize import job_of, versions
 from qtool.pipeline.run import default_text
 from qtool.pipeline.sensitivity import Sensitivity, recipes_of, sensitivity
 from qtool.progress import Progress
@@ -86,7 +86,8 @@ def write_recipe(
             f"{device} ran out of memory ({in_one_line(error)}) for the model and what it makes of "
             "one window: free memory, or pass a smaller --seqlen"
         ) from error
-    write_json(facts_file, {"calibration": windows.facts, **found.as_dict()})
+    asked = {"source": source.identity(), "calibration": windows.facts, "budget_bits": budget_bits}
+    write_json(facts_file, {**asked, **found.as_dict(), "versions": versions()})
     write_text(out, recipes.as_yaml(found.recipe))
     return found
 

@@ -189,7 +189,9 @@ def test_the_command_prints_the_curve(make_model: MakeModel, tmp_path: Path) -> 
     again = ["--out", str(tmp_path / "again.yaml"), "--seed", "1", "--json"]
     done = CliRunner().invoke(cli, ["sensitivity", str(model), *again, *arguments.split()])
     stored = json.loads((tmp_path / "again.json").read_text())
-    assert stored.pop("calibration")["seed"] == 1 and json.loads(done.stdout) == stored
+    assert stored.pop("source")["directory"] == model.name and stored.pop("budget_bits") == 7
+    assert stored.pop("calibration")["seed"] == 1 and "torch" in stored.pop("versions")
+    assert json.loads(done.stdout) == stored
     qtool.quantize(
         model, recipe=out, out=tmp_path / "out", calibration="demo", samples=2, seqlen=16
     )
