@@ -95,13 +95,15 @@ class Block:
         Raises:
             QtoolError: the block has no argument of the name that the family says.
         """
-        name, taken = self.attention.cache, signature(self.module.forward).parameters
+        cached = self.family.kv_cache
+        assert cached is not None
+        name, taken = cached.argument, signature(self.module.forward).parameters
         if name not in taken and name not in CACHE_ARGUMENTS:  # some take it in **kwargs
             raise QtoolError(
-                f"family {self.family.name}: Attention.cache is {name!r}, and the arguments of a"
+                f"family {self.family.name}: KVCache.argument is {name!r}, and the arguments of a"
                 f" block are {', '.join(taken)}"
             )
-        return {name: SharedHeadCache(cache, self.heads.kv)}
+        return {name: SharedHeadCache(cache, cached.heads(self.config)[0])}
 
     def get(self, name: str) -> nn.Module:
         """The submodule ``name`` (a linear, a norm).

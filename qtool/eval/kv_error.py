@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from qtool.models.auto import text_model
 from qtool.models.cache_argument import CACHE
-from qtool.runtime.kv_cache import QuantCache
+from qtool.runtime.kv_cache import QuantCache, QuantCacheLayer
 
 
 @dataclass
@@ -27,21 +27,26 @@ class KVError:
 
 
 @torch.no_grad()
-def kv_errors(model: PreTrainedModel, windows: Tensor) -> list[KVError]:
-    """The error of each block on ``windows [b, s]``; empty for a cache that is not quantized."""
+def kv_errors(model: PreTrainedModel, windows: Tensor) -> dict[int, KVError]:
+    """The error of each block with attention on ``windows [b, s]``, by its number.
+
+    It is empty for a cache that is not quantized.
+    """
     text = text_model(model)
     if getattr(model.get_decoder(), "kv_quantizer", None) is None:
-        return []
-    sums: list[list[Tensor]] = []
+        return {}
+    sums: dict[int, list[Tensor]] = {}
     for window in windows:
         cache = QuantCache.of(model)
-        sums = sums or [
-            [torch.zeros((), dtype=torch.float64) for _ in range(4)] for _ in cache.layers
-        ]
-        for layer, total in zip(cache.layers, sums, strict=True):
-            layer.update = partial(_measure, layer.update, total)  # type: ignore[method-assign]
+        for block, layer in enumerate(cache.layers):
+            if isinstance(layer, QuantCacheLayer):
+                zeros = [torch.zeros((), dtype=torch.float64) for _ in range(4)]
+                total = sums.setdefault(block, zeros)
+                layer.update = partial(_measure, layer.update, total)  # type: ignore[method-assign]
         text(input_ids=window[None].to(model.device), use_cache=True, **{CACHE: cache})
-    return [KVError(_relative(k, kk), _relative(v, vv)) for k, kk, v, vv in sums]
+    return {
+        block: KVError(_relative(k, kk), _relative(v, vv)) for block, (k, kk, v, vv) in sums.items()
+    }
 
 
 def _relative(error: Tensor, square: Tensor) -> float:

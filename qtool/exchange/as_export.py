@@ -92,7 +92,9 @@ def load_as_export(
     if native.kv is not None:
         unquantize_kv(loaded)
     found = CACHE == OLDER  # compressed-tensors 0.20 looks for a cache of this name alone
-    if found and not dequantize and keeps_kv_scales(target, native.kv, family_of(config)):
+    family = family_of(config)
+    keeps = keeps_kv_scales(target, native.kv, family, family.settings(config))
+    if found and not dequantize and keeps:
         for attention in [module for module in loaded.modules() if hasattr(module, SCALES[0])]:
             stored = target.kv_tensors(*(attention.get_buffer(scale) for scale in SCALES))
             scales = [scale.to(loaded.dtype) for scale in stored.values()]

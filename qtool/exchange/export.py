@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from qtool.models.parts import RowsOf
 from qtool.models.torch_defaults import torch_defaults
 from qtool.plugins import require_json, require_returned
 from qtool.progress import Progress
-from qtool.runtime.packed_kv import NEUTRAL, SCALES, attention_name, missing_scales
+from qtool.runtime.packed_kv import NEUTRAL, SCALES, missing_scales
 from qtool.runtime.read_linear import linear_shape, load_linear
 from qtool.units import bytes_text
 
@@ -121,7 +122,9 @@ class _Export(Conversion):
         self.formats = {name: found for name, found in self.all_formats.items() if found}
         for scale in missing_scales(native.kv, source.config, source.entries):
             raise CheckFailed(f"{scale}: a scale of the KV cache is missing")
-        self.kv = native.kv if keeps_kv_scales(target, native.kv, self.family) else None
+        self.settings = self.family.settings(source.config)
+        keeps = keeps_kv_scales(target, native.kv, self.family, self.settings)
+        self.kv = native.kv if keeps else None
         self.pieces = _pieces(self.family)
         self.linear_specs = cache(partial(_specs, target))  # many linears have the same
         self.notes = export_notes(target, source, self.all_formats, native.kv, self.kv is not None)
@@ -220,9 +223,12 @@ class _Export(Conversion):
             scales = [torch.empty(self.source.entry(n).shape, device=device) for n in names]
         else:
             scales = [self.source.read(n) for n in names]
-        assert self.family.attention is not None
-        key = self.family.attention.k.rpartition(".")[2]
-        disk = self.family.published_names(f"{attention}.{key}")[0].rpartition(".")[0]
+        block, module = self.family.place(attention)
+        assert block is not None
+        own = self.family.at(self.settings, block)
+        within = next(tensor for tensor in own.tensors if tensor.startswith(f"{module}."))
+        linear = attention + within.removeprefix(module).rpartition(".")[0]
+        disk = self.family.published_names(linear)[0].rpartition(".")[0]
         for part, tensor in self.target.kv_tensors(*scales).items():
             yield f"{disk}.{part}", tensor
 
@@ -241,7 +247,7 @@ class _Export(Conversion):
         config = self.source.config | {"quantization_config": quantization}
         if quantization.get("kv_cache_scheme"):
             # the loader of such scales asks for this number, which OPT's config does not have
-            heads = Heads.of(self.family.settings(config))
+            heads = Heads.of(self.settings)
             config.setdefault("num_key_value_heads", heads.kv)
         if self.target.dtype is not None:
             config["dtype"] = dtype_name(self.target.dtype)
@@ -316,16 +322,16 @@ def _joined(part: RowsOf, pieces: Sequence[_Piece], rows: Callable[[str], Tensor
     return whole.T.contiguous() if part.transposed else whole
 
 
-def keeps_kv_scales(target: ExportFormat, kv: str | None, family: Family) -> bool:
+def keeps_kv_scales(target: ExportFormat, kv: str | None, family: Family, settings: Any) -> bool:
     """Whether the calibrated scales of the cache ``kv`` go into the file.
 
     vLLM finds them only by the name ``self_attn``; its Falcon fails at any other name.
     """
     scales = torch.ones(1, 1, device="meta")
+    caches = (family.at(settings, n).kv_cache for n in range(settings.num_hidden_layers))
     return (
         kv == "kv8"
-        and family.attention is not None
-        and attention_name(family) == "self_attn"
+        and {cache.module for cache in caches if cache} == {"self_attn"}
         and bool(target.kv_tensors(scales, scales))
     )
 

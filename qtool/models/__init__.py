@@ -19,7 +19,7 @@ from qtool.models.families.phi3 import PHI3
 from qtool.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from qtool.models.family import Family
 from qtool.models.family_checks import require_consistent
-from qtool.models.parts import Attention, Experts, Fold, Heads, LinearGroup
+from qtool.models.parts import Attention, Experts, Fold, Heads, KVCache, LinearGroup
 
 FAMILIES: list[Family] = [
     *(LLAMA, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, OPT, FALCON),
@@ -91,6 +91,7 @@ __all__ = [
     "Family",
     "Fold",
     "Heads",
+    "KVCache",
     "LinearGroup",
     "family_of",
     "register_family",

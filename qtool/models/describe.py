@@ -70,6 +70,7 @@ def _block(family: Family, numbers: list[int]) -> dict[str, Any]:
             for group in family.groups
         ],
         "attention": vars(family.attention) if family.attention else None,
+        "kv_cache": vars(family.kv_cache) if family.kv_cache else None,
         "experts": vars(family.experts) if family.experts else None,
         "tensors": dict(family.tensors),
         "biased": list(family.biased),

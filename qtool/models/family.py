@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qtool.errors import QtoolError
-from qtool.models.parts import Attention, Experts, Heads, LinearGroup, RowsOf, of_expert
+from qtool.models.parts import Attention, Experts, Heads, KVCache, LinearGroup, RowsOf, of_expert
 from qtool.models.renaming import renamed
 from qtool.units import whole_number
 
@@ -49,8 +49,9 @@ class Family:
         name: what messages call it.
         model_types: the ``model_type`` values of config.json it covers.
         groups: the linears of a block, in the order data flows through them.
-        attention: the attention of a block.
+        attention: the attention of a block; None if it has none, or another than the common one.
         tensors: every weight of a block and its shape in words.
+        kv_cache: where a block gives its keys and values to a cache; None if it keeps none.
         biased: linears that always have a bias.
         biased_if: linears that have a bias when a config key is true, by that key.
         fused: linears that are several in one: their parts in order, each with its number of rows
@@ -110,6 +111,7 @@ class Family:
     tensors: Mapping[str, str]
 
     # --- the linears and norms of a block ---
+    kv_cache: KVCache | None = field(default_factory=KVCache)
     biased: tuple[str, ...] = ()
     biased_if: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

@@ -67,7 +67,7 @@ def require_consistent(family: Family) -> None:
         QtoolError: naming the part and what is not there, or of another type.
     """
     plugins.require_kinds(family, f"family {family.name}", get_type_hints(Family))
-    for part in filter(None, (*family.groups, family.attention, family.experts)):
+    for part in filter(None, (*family.groups, family.attention, family.kv_cache, family.experts)):
         kind = type(part)
         name = f"family {family.name}: {kind.__name__}"
         plugins.require_kinds(part, name, get_type_hints(kind))

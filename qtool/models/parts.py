@@ -75,7 +75,6 @@ class Attention:
             together.
         partial: RoPE turns the share of a head's channels that config.json names in
             ``partial_rotary_factor``; False: all of them, whatever is named there.
-        cache: the block's argument for the KV cache; empty if it takes none.
     """
 
     q: str = "self_attn.q_proj"
@@ -86,7 +85,6 @@ class Attention:
     k_norm: str | None = None
     rotary: bool = True
     partial: bool = False
-    cache: str = CACHE
 
     def rotary_dim(self, config: Any) -> int:
         """The number of channels of a head that RoPE turns, where it does: the first ones."""
@@ -97,6 +95,28 @@ class Attention:
             config, "partial_rotary_factor", None
         )
         return int(dim * (factor or 1.0))
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Where a block gives its keys (after RoPE) and values, both ``[B, H, T, D]``, to a cache.
+
+    Args:
+        module: the module that gives them; a checkpoint has the cache's tensors under its name.
+        argument: the block's argument for the cache.
+        shape: H and D; None: those of config.json.
+    """
+
+    module: str = "self_attn"
+    argument: str = CACHE
+    shape: tuple[int, int] | None = None
+
+    def heads(self, config: Any) -> tuple[int, int]:
+        """H and D."""
+        if self.shape:
+            return self.shape
+        heads = Heads.of(config)
+        return heads.kv, heads.dim
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from qtool.layouts.row_major import BY_BITS
 from qtool.models import Family, family_of
 from qtool.models.architecture import DTYPES, Architecture, dtype_name, named_dtype
 from qtool.models.family_checks import require_sizes
-from qtool.models.parts import Heads
 from qtool.pipeline.recipe_fit.family_recipe import for_family, for_tied_head
 from qtool.pipeline.recipe_fit.group_fit import for_groups
 from qtool.pipeline.recipe_fit.layer_rules import require_matches, with_unmatched
@@ -294,7 +293,7 @@ class Job(Architecture):
         tensors |= {
             name: self._meta(self.full(block, name), shape) for name, shape in shapes.items()
         }
-        tensors |= kv_tensors(self.format.kv, self.family, Heads.of(self.namespace))
+        tensors |= kv_tensors(self.format.kv, self.block_family(block), self.namespace)
         return {self.full(block, name): tensor for name, tensor in tensors.items()}
 
     def block_bytes(self, block: int) -> int:
@@ -303,7 +302,7 @@ class Job(Architecture):
         stored = 0
         for name in self.formats(block):
             stored += self.packed_bytes(self.full(block, name), *shapes.pop(f"{name}.weight"))
-        scales = kv_tensors(self.format.kv, self.family, Heads.of(self.namespace)).values()
+        scales = kv_tensors(self.format.kv, self.block_family(block), self.namespace).values()
         stored += sum(scale.nbytes for scale in scales)
         return stored + sum(
             prod(shape) * self.stored_dtype(self.full(block, name)).itemsize
@@ -326,7 +325,8 @@ class Job(Architecture):
 
 def _require_all_fit(job: Job) -> None:
     """Refuse an unknown KV quantizer, and a linear that scheme, layout or rounding cannot take."""
-    kv_tensors(job.recipe.kv, job.family, Heads.of(job.namespace))
+    for block in job.distinct_blocks:
+        kv_tensors(job.recipe.kv, job.block_family(block), job.namespace)
     packed = [
         (job.full(block, name), shapes[name], linear_format)
         for block in job.distinct_blocks

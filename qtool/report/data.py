@@ -138,7 +138,7 @@ class Report:
     quality: Sequence[Quality] = ()
     errors: LayerErrors | None = None
     ranges: Sequence[ChannelRange] = ()
-    kv: Sequence[KVError] = ()
+    kv: Mapping[int, KVError] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
     windows: tuple[int, int] = (0, 0)
 

@@ -211,8 +211,8 @@ def cache(report: Report) -> list[dict[str, Any]]:
     """Errors of the quantized cache's keys and values by block."""
     if not report.quantization.get("kv") or not report.kv:
         return []
-    keys = {block: error.keys for block, error in enumerate(report.kv)}
-    values = {block: error.values for block, error in enumerate(report.kv)}
+    keys = {block: error.keys for block, error in report.kv.items()}
+    values = {block: error.values for block, error in report.kv.items()}
     return _by_block("Relative error of the", "relative error", {"keys": keys, "values": values})
 
 

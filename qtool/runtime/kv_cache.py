@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from qtool.errors import QtoolError
-from qtool.models import Family, Heads, family_of
+from qtool.models import Family, family_of
 from qtool.models.cache_argument import CACHE, with_cache_renamed
 from qtool.runtime import kv_attention
 from qtool.runtime.kv_attention import kernel_reads
@@ -29,7 +29,6 @@ from qtool.runtime.packed_kv import (
     NEUTRAL,
     SCALES,
     PackedTokens,
-    attention_name,
     kv_quantizers,
     kv_tensors,
 )
@@ -127,12 +126,11 @@ class QuantCacheLayer(DynamicLayer):
 
 
 class QuantCache(Cache):
-    """A cache of :class:`QuantCacheLayer`.
+    """A cache whose layers of attention are :class:`QuantCacheLayer`.
 
-    Pass one to ``generate`` or a forward to look at it afterwards.
+    Those of recurrent blocks are transformers' own. Pass a cache to ``generate`` or a forward to
+    look at it afterwards.
     """
-
-    layers: list[QuantCacheLayer]  # type: ignore[assignment]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "QuantCache":
@@ -144,16 +142,20 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
     """Let forwards and ``generate`` of ``model`` hold keys and values quantized by ``kv``.
 
     Each tensor that a checkpoint stores for it (:func:`~qtool.runtime.packed_kv.kv_tensors`)
-    becomes a buffer of each attention module. Until it is loaded the buffer holds a value without
+    becomes a buffer of the attention modules. Until it is loaded the buffer holds a value without
     effect, or zeros if it is a scale.
 
     Raises:
         QtoolError: an unknown architecture or quantizer, or one that cannot hold the model's heads.
     """
     decoder, family = model.get_decoder(), family_of(model.config)
-    scales = kv_tensors(kv, family, Heads.of(family.settings(model.config.to_dict())))
-    for attention in _attentions(decoder, family):
-        for name, spec in scales.items():
+    settings = family.settings(model.config.to_dict())
+    of_block = {n: family.at(settings, n) for n in range(settings.num_hidden_layers)}
+    scales = {n: kv_tensors(kv, own, settings) for n, own in of_block.items()}
+    caches = {n: own for n, own in of_block.items() if own.kv_cache}
+    for number, own in caches.items():
+        attention = _attention(decoder, number, own)
+        for name, spec in scales[number].items():
             attribute = name.rpartition(".")[2]
             if not hasattr(attention, attribute):
                 # packed: only buffers
@@ -168,7 +170,7 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
     if not hasattr(decoder, "kv_quantizer"):
         decoder.kv_supply = decoder.register_forward_pre_hook(_supply, with_kwargs=True)
         decoder.kv_keep = decoder.register_forward_hook(_keep, with_kwargs=True)
-    decoder.kv_quantizer, decoder.kv_family = kv, family
+    decoder.kv_quantizer, decoder.kv_blocks = kv, caches
 
 
 def _apply(attention: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -184,7 +186,7 @@ def unquantize_kv(model: PreTrainedModel) -> None:
     decoder = model.get_decoder()
     decoder.kv_supply.remove()
     decoder.kv_keep.remove()
-    del decoder.kv_supply, decoder.kv_keep, decoder.kv_quantizer, decoder.kv_family
+    del decoder.kv_supply, decoder.kv_keep, decoder.kv_quantizer, decoder.kv_blocks
     if decoder.config._attn_implementation == kv_attention.NAME:
         decoder.config._attn_implementation = "sdpa"
 
@@ -213,7 +215,7 @@ def _supply(
         named[CACHE] = QuantCache(layers=_layers(decoder))
     elif isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
         cache.layers = _layers(decoder)
-    elif not all(isinstance(layer, QuantCacheLayer) for layer in cache.layers):
+    elif not any(isinstance(layer, QuantCacheLayer) for layer in cache.layers):
         raise QtoolError(
             f"the model's KV cache is {decoder.kv_quantizer}, but it was given a filled or static "
             f"{type(cache).__name__}; expected no cache, an empty DynamicCache or a QuantCache"
@@ -228,16 +230,28 @@ def _keep(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def _layers(decoder: nn.Module) -> list[Any]:
+    """The layers of an empty cache: quantized ones for attention, transformers' own for the rest.
+
+    Attention that is not the common one may change what it gets before it attends, so it gets no
+    packed tokens.
+    """
     kv: str = decoder.kv_quantizer  # type: ignore[assignment]
-    family: Family = decoder.kv_family  # type: ignore[assignment]
-    heads = Heads.of(decoder.config).kv
-    packed = decoder.config._attn_implementation == kv_attention.NAME  # type: ignore[union-attr]
-    return [
-        QuantCacheLayer(*kv_quantizers(kv, attention.get_buffer), heads=heads, hands_packed=packed)
-        for attention in _attentions(decoder, family)
-    ]
+    blocks: dict[int, Family] = decoder.kv_blocks  # type: ignore[assignment]
+    config: Any = decoder.config
+    packed = config._attn_implementation == kv_attention.NAME
+    layers: list[Any] = DynamicCache(config=config).layers
+    for number, own in blocks.items():
+        assert own.kv_cache is not None
+        layers[number] = QuantCacheLayer(
+            *kv_quantizers(kv, _attention(decoder, number, own).get_buffer),
+            heads=own.kv_cache.heads(config)[0],
+            hands_packed=packed and own.attention is not None,
+        )
+    return layers
 
 
-def _attentions(decoder: nn.Module, family: Family) -> list[nn.Module]:
-    blocks: Any = decoder.get_submodule(family.blocks.rpartition(".")[2])
-    return [block.get_submodule(attention_name(family)) for block in blocks]
+def _attention(decoder: nn.Module, number: int, own: Family) -> nn.Module:
+    """The module of block ``number`` that gives keys and values to the cache."""
+    assert own.kv_cache is not None
+    blocks = own.blocks.rpartition(".")[2]
+    return decoder.get_submodule(f"{blocks}.{number}.{own.kv_cache.module}")

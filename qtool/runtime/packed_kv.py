@@ -4,14 +4,13 @@ kv8's scales are static: each block stores ``self_attn.k_scale`` and ``self_attn
 ``[H, D]``, of the keys after RoPE and of the values. kv4 computes scales from the tokens and stores
 two tensors, float32 ``[H, D]`` too: ``self_attn.k_offset``, the mean of the keys after RoPE, and
 ``self_attn.k_importance``, the weights of squared errors of their channels. Without calibration
-these are zeros and ones. kv4-channel stores nothing.
+these are zeros and ones. kv4-channel stores nothing, and neither does a block without attention.
 
 Legend: B batch, H kv heads, T tokens, D head dimension.
 """
 
 import math
 from collections.abc import Callable, Container
-from os.path import commonpath
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels.attention.packed_cache import TOKENS, takes_head_dim
-from qtool.models import Family, Heads, family_of
+from qtool.models import Family, family_of
 from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KVQuantizer, Packed, require_kv
 
 SCALES = ("k_scale", "v_scale")
@@ -29,23 +28,30 @@ NEUTRAL = {OFFSET: 0.0, IMPORTANCE: 1.0}
 STORED = {KV8: SCALES, KV4: tuple(NEUTRAL)}
 
 
-def kv_tensors(kv: str | None, family: Family, heads: Heads) -> dict[str, Tensor]:
+def kv_tensors(kv: str | None, family: Family, config: Any) -> dict[str, Tensor]:
     """Tensors that a block stores for the KV quantizer ``kv``, by name within it, on ``meta``.
 
+    Args:
+        family: the block's; a block without a KV cache stores nothing.
+        config: the settings of the model.
+
     Raises:
-        QtoolError: an unknown quantizer, or one that cannot hold these heads.
+        QtoolError: an unknown quantizer, or one that cannot hold the model's keys and values.
     """
     if kv is None:
         return {}
     quantizer = require_kv(kv)
     if reason := family.refuses.get("kv"):
         raise QtoolError(f"{kv}: {family.name} models cannot have a quantized KV cache: {reason}")
-    if quantizer.bits == 4 and heads.dim % 2:
+    if (cache := family.kv_cache) is None:
+        return {}
+    heads, dim = cache.heads(config)
+    if quantizer.bits == 4 and dim % 2:
         raise QtoolError(
-            f"{kv}: a head dimension of {heads.dim} is odd, 4-bit codes are packed two a byte"
+            f"{kv}: a head dimension of {dim} is odd, 4-bit codes are packed two a byte"
         )
-    each = torch.empty(heads.kv, heads.dim, dtype=torch.float32, device="meta")
-    return {f"{attention_name(family)}.{name}": each for name in STORED.get(quantizer, ())}
+    each = torch.empty(heads, dim, dtype=torch.float32, device="meta")
+    return {f"{cache.module}.{name}": each for name in STORED.get(quantizer, ())}
 
 
 def missing_scales(kv: str | None, config: Any, stored: Container[str]) -> list[str]:
@@ -56,22 +62,13 @@ def missing_scales(kv: str | None, config: Any, stored: Container[str]) -> list[
     """
     family = family_of(config)
     settings = family.settings(config)
-    names = kv_tensors(kv, family, Heads.of(settings)) if kv else {}
     return [
         name
         for block in range(settings.num_hidden_layers)
-        for within in names
+        for within in kv_tensors(kv, family.at(settings, block), settings)
         if within.rpartition(".")[2] in SCALES
         and (name := f"{family.blocks}.{block}.{within}") not in stored
     ]
-
-
-def attention_name(family: Family) -> str:
-    """The name within a block of the module that holds the attention linears."""
-    attention = family.attention
-    assert attention is not None
-    linears = (attention.q, attention.k, attention.v)
-    return commonpath(name.replace(".", "/") for name in linears).replace("/", ".")
 
 
 def kv_quantizers(kv: str, stored: Callable[[str], Tensor]) -> tuple[KVQuantizer, KVQuantizer]:

@@ -16,11 +16,11 @@ from qtool.calibration.statistics import subset
 from qtool.calibration.transforms.queries import observe_queries
 from qtool.calibration.transforms.smooth_attention import observe_keys
 from qtool.errors import QtoolError
-from qtool.models import Heads, family_of
+from qtool.models import Heads, KVCache, family_of
 from qtool.models.auto import auto_class
 from qtool.models.cache_argument import CACHE
 from qtool.runtime.kv_cache import quantize_kv
-from qtool.runtime.packed_kv import attention_name, kv_tensors
+from qtool.runtime.packed_kv import kv_tensors
 from qtool.schemes.kv import KV4
 from tests.models.tiny import tiny_config
 
@@ -51,10 +51,9 @@ def test_blocks_see_what_the_cache_gives(any_model: PreTrainedModel, kv: str | N
 @torch.no_grad()
 def test_a_cache_that_the_block_does_not_take_is_refused(any_model: PreTrainedModel) -> None:
     family = family_of(any_model.config)
-    assert family.attention is not None
-    wrong = replace(family, attention=replace(family.attention, cache="nonsense"))
+    wrong = replace(family, kv_cache=KVCache(argument="nonsense"))
     module = any_model.get_submodule(family.blocks)[0]  # type: ignore[index]
-    with pytest.raises(QtoolError, match=r"cache is 'nonsense', and the arguments of a block"):
+    with pytest.raises(QtoolError, match=r"argument is 'nonsense', and the arguments of a block"):
         Block(0, module, wrong, any_model.config, {}).with_cache(None)
 
 
@@ -89,7 +88,8 @@ def test_scales_are_the_largest_keys_after_rope_and_values(any_model: PreTrained
     cache = DynamicCache()
     any_model.get_decoder()(TOKENS, **{CACHE: cache})
     family, heads = family_of(any_model.config.model_type), Heads.of(any_model.config)
-    attention = attention_name(family)
+    assert family.kv_cache is not None
+    attention = family.kv_cache.module
     layer, found = cache.layers[0], stored[0]  # later blocks see quantized keys before them
     for name, seen in (("k_scale", layer.keys), ("v_scale", layer.values)):
         # a kv head may come once for each of its query heads
@@ -97,7 +97,7 @@ def test_scales_are_the_largest_keys_after_rope_and_values(any_model: PreTrained
         torch.testing.assert_close(
             found[f"{attention}.{name}"] * 127, once.abs().amax((0, 2)), rtol=1e-5, atol=1e-6
         )
-    declared = kv_tensors("kv8", family, heads)
+    declared = kv_tensors("kv8", family, any_model.config)
     assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
         n: (t.shape, t.dtype) for n, t in declared.items()
     }
@@ -177,4 +177,4 @@ def test_what_cannot_be_is_refused(llama: PreTrainedModel, blocks) -> None:
     with pytest.raises(QtoolError, match="NaN or Inf"):
         kv_constants(block, "kv8", batches)
     with pytest.raises(QtoolError, match="head dimension of 7 is odd"):
-        kv_tensors("kv4", block.family, Heads(4, 2, 7))
+        kv_tensors("kv4", replace(block.family, kv_cache=KVCache(shape=(2, 7))), None)

@@ -89,12 +89,14 @@ def quantize(
     progress: Callable[..., Any] | None = None,
     resume: bool = False,
     device: str = "cpu",
+    kv: str | None = None,
 ) -> None:
     """``qtool.quantize``, calibrated on :func:`windows`."""
     samples, seqlen = WINDOWS
-    sizes: Any = {} if recipe == "fast" else {"samples": samples, "seqlen": seqlen}
-    calibration = None if recipe == "fast" else windows(source)
-    options = {"progress": progress, "resume": resume, "device": device, **sizes}
+    reads_no_text = recipe == "fast" and kv != "kv8"
+    sizes: Any = {} if reads_no_text else {"samples": samples, "seqlen": seqlen}
+    calibration = None if reads_no_text else windows(source)
+    options = {"progress": progress, "resume": resume, "device": device, "kv": kv, **sizes}
     qtool.quantize(source, scheme, recipe=recipe, calibration=calibration, out=out, **options)
 
 
@@ -152,7 +154,9 @@ def exported_right(native: Path, out: Path, *, dequantize: bool = True) -> None:
     assert error < TOLERANCE, f"logits of the export: {error:.1e} from those of the native model"
 
 
-def resumes(source: Path, out: Path, whole: Path, recipe: str = "paper") -> None:
+def resumes(
+    source: Path, out: Path, whole: Path, recipe: str = "paper", kv: str | None = None
+) -> None:
     """A run killed after its second shard, and resumed, ends at the bytes of ``whole``."""
 
     def kill(done: int, *_: Any) -> None:
@@ -162,13 +166,13 @@ def resumes(source: Path, out: Path, whole: Path, recipe: str = "paper") -> None
     child = os.fork()
     if not child:
         try:
-            quantize(source, out, recipe, progress=kill)
+            quantize(source, out, recipe, progress=kill, kv=kv)
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), "the run that was to be killed ended"
     assert not out.exists()
-    quantize(source, out, recipe, resume=True)
+    quantize(source, out, recipe, resume=True, kv=kv)
     for path in sorted(whole.glob("*.safetensors")):
         assert (out / path.name).read_bytes() == path.read_bytes(), f"{path.name} differs"
     shutil.rmtree(out)

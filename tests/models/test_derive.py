@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from qtool.errors import QtoolError
-from qtool.models import Family, Heads, family_of
+from qtool.models import Family, Heads, KVCache, family_of
+from qtool.models.cache_argument import CACHE
 from qtool.models.derived import _derived, derive
+from qtool.models.derived.attention import LOOK_INTO_CACHE
+from qtool.models.derived.cached import ATTRIBUTES
 from qtool.models.derived.facts import STREAM, Kind
 from qtool.models.derived.recorder import Recorder
 from qtool.models.parts import LinearGroup
-from qtool.runtime.packed_kv import kv_tensors
+from qtool.runtime.packed_kv import STORED, kv_tensors
 from tests.conftest import VARIANTS, MakeModel, needs_class
 from tests.models.tiny import tiny_config
 
@@ -33,14 +36,18 @@ def facts(family: Family, settings: Any) -> dict[str, Any]:
         return replace(group, source=parts.get(group.source, group.source), gate=gate)
 
     attention = family.attention
-    assert attention is not None
+    assert attention is not None and family.kv_cache is not None
     qkv = [parts.get(name, name) for name in (attention.q, attention.k, attention.v)]
     return {
         "groups": {called(group) for group in family.groups},
         "linears": sorted(family.linears()),  # parallel branches have no order
         "attention": (qkv, attention.o, attention.q_norm, attention.k_norm),
         "rotary": attention.rotary,
-        "cache": attention.cache,
+        "cache": (
+            family.kv_cache.module,
+            family.kv_cache.argument,
+            family.kv_cache.heads(settings),
+        ),
         "shapes": family.block_shapes(settings),
         "fused": {
             owner: [family.rows(part, settings) for part in names]
@@ -117,8 +124,8 @@ def test_a_quantized_cache_is_refused_where_a_recurrent_state_lies_beside_it() -
     """Each block of Falcon-H1 has attention and Mamba, and one cache for both."""
     family = family_of(tiny_config("falcon_h1").to_dict())
     assert family.attention is not None
-    for method in ("smooth-attention", "value-basis", "kv"):
-        assert family.refuses[method] == "its blocks keep a recurrent state in the cache"
+    for method in LOOK_INTO_CACHE:
+        assert family.refuses[method] == "its blocks keep more than keys and values in the cache"
 
 
 @pytest.mark.parametrize("model_type", ["bert-generation", "modernbert-decoder", "qwen2_5_omni"])
@@ -128,17 +135,26 @@ def test_a_quantized_cache_is_refused_where_the_decoder_lacks_the_blocks(model_t
     assert family.refuses["kv"].endswith("decoder does not hold its blocks")
 
 
-def test_a_quantized_cache_is_refused_where_the_output_projection_stays() -> None:
+def test_a_quantized_cache_is_refused_where_its_tensors_would_take_a_name_that_is_in_use() -> None:
+    """MiMo-V2 multiplies values by a number of its config, ``v_scale``."""
+    family = family_of(tiny_config("mimo_v2_flash").to_dict())
+    assert family.refuses["kv"] == "its self_attn has a v_scale of another meaning"
+    assert {name for names in STORED.values() for name in names} == set(ATTRIBUTES)
+
+
+def test_an_output_projection_in_16_bits_says_why_keys_are_not_smoothed() -> None:
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32}
     family = family_of(tiny_config("seed_oss", **heads).to_dict())
     said = "self_attn.o_proj, which reads its heads, stays in 16 bits: 96 inputs, which groups of"
-    assert family.refuses["kv"].startswith(said)
+    assert family.refuses.keys() == {"smooth-attention", "value-basis"}
+    assert all(reason.startswith(said) for reason in family.refuses.values())
+    assert family.kv_cache == KVCache("self_attn", CACHE, (3, 32))
 
 
 def test_a_quantized_cache_is_refused_where_there_is_none() -> None:
     config = tiny_config("openai-gpt").to_dict()
-    with pytest.raises(QtoolError, match=r"kv4-channel: .*its attention takes no KV cache"):
-        kv_tensors("kv4-channel", family_of(config), Heads(4, 4, 32))
+    with pytest.raises(QtoolError, match=r"kv4-channel: .*none of its blocks keeps keys and val"):
+        kv_tensors("kv4-channel", family_of(config), None)
 
 
 @pytest.mark.parametrize("model_type", ["mamba2", "granitemoehybrid"])

@@ -17,7 +17,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from qtool import models, recipes
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
-from qtool.models import FAMILIES, Attention, Experts, Family, Fold, Heads, LinearGroup, family_of
+from qtool.models import (
+    FAMILIES,
+    Attention,
+    Experts,
+    Family,
+    Fold,
+    Heads,
+    KVCache,
+    LinearGroup,
+    family_of,
+)
 from qtool.models.families.falcon import FALCON
 from qtool.models.families.llama import DOWN, LLAMA, UP, K, Q, V
 from qtool.models.families.phi3 import PHI3
@@ -179,7 +189,7 @@ def test_declared_families_name_what_they_declare(family: Family) -> None:
             "family Mine: LinearGroup: fold is 'product'; Fold is expected",
         ),
         ({"attention": Attention(q="q")}, "attention names 'q', and tensors has no q.weight"),
-        ({"attention": Attention(cache=5)}, "family Mine: Attention: cache is 5; str is expected"),  # type: ignore[arg-type]
+        ({"kv_cache": KVCache(argument=5)}, "family Mine: KVCache: argument is 5; str is expected"),  # type: ignore[arg-type]
         (
             {"attention": replace(LLAMA.attention or Attention(), k_norm="kn")},
             "attention names 'kn', and tensors has no kn.weight",

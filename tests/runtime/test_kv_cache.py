@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -18,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
+from transformers.cache_utils import Cache, DynamicLayer
 
 from qtool.errors import QtoolError
 from qtool.format import CheckpointFormat, LinearFormat, Rule
@@ -26,6 +28,7 @@ from qtool.models.cache_argument import CACHE
 from qtool.runtime.huggingface import replace_linears
 from qtool.runtime.kv_cache import QuantCache, QuantCacheLayer, quantize_kv
 from qtool.runtime.load import load
+from qtool.runtime.packed_kv import PackedTokens
 from qtool.schemes.kv import KV4
 from tests.models.tiny import tiny_config
 
@@ -282,11 +285,70 @@ def test_the_cache_of_a_text_model_that_is_no_architecture_of_its_own() -> None:
     assert isinstance(cache, QuantCache) and cache.get_seq_length() == 9
 
 
-@pytest.mark.parametrize("kind", ["gemma4_text", "mamba"])
-def test_a_model_without_heads_of_one_size_has_no_quantized_cache(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mamba"])
+def test_a_model_that_caches_no_keys_and_values_has_no_quantized_cache(kind: str) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(kind))
     with pytest.raises(QtoolError, match="cannot have a quantized KV cache"):
         quantize_kv(model, "kv4")
+
+
+#: with convolutions, Gated DeltaNet, Mamba, Mamba-2
+HYBRIDS = ("lfm2", "qwen3_next", "jamba", "granitemoehybrid")
+
+
+def make_hybrid(kind: str, kv: str | None) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    if kv:
+        quantize_kv(model, kv)
+    return model
+
+
+class Unquantized(PackedTokens):
+    """Keeps keys or values as they come."""
+
+    def store(self, x: torch.Tensor) -> None:
+        self.rest = x if self.rest is None else torch.cat([self.rest, x], 2)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+@torch.no_grad()
+def test_the_states_of_recurrent_blocks_stay_as_they_are(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that rounds nothing is transformers' own, bit for bit."""
+    monkeypatch.setattr("qtool.runtime.kv_cache.PackedTokens", Unquantized)
+    ours, theirs = make_hybrid(kind, "kv4"), make_hybrid(kind, None)
+    theirs.config._attn_implementation = ours.config._attn_implementation
+    cache, expected = QuantCache.of(ours), DynamicCache(config=theirs.config)
+    for part in ids(12).split([7, 1, 1, 1, 1, 1], 1):
+        logits = ours(part, use_cache=True, **{CACHE: cache}).logits
+        assert torch.equal(logits, theirs(part, use_cache=True, **{CACHE: expected}).logits)
+    kept, own = states(cache), states(expected)
+    assert own and all(map(torch.equal, kept, own)) and len(kept) == len(own)
+
+
+def states(cache: Cache) -> list[torch.Tensor]:
+    """What the layers of recurrent blocks keep."""
+    recurrent = [layer for layer in cache.layers if not isinstance(layer, DynamicLayer)]
+    return [x for layer in recurrent for x in tree_leaves(vars(layer)) if torch.is_tensor(x)]
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_hybrid_generates_in_batches_and_after_padding(kind: str) -> None:
+    model, long, short = make_hybrid(kind, "kv4"), ids(12, batch=1), ids(7, batch=1, seed=1)
+    batch = torch.cat([long, torch.cat([torch.zeros(1, 5, dtype=torch.long), short], 1)])
+    mask = torch.ones_like(batch)
+    mask[1, :5] = 0
+    how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    both = model.generate(batch, attention_mask=mask, **how)
+    for row, prompt in zip(both, (long, short), strict=True):
+        assert torch.equal(row[12:], model.generate(prompt, **how)[0, prompt.shape[1] :])
+    assert torch.equal(both, model.generate(batch, attention_mask=mask, use_cache=False, **how))
+    assert model.generate(long, num_beams=3, **how).shape == (1, 17)
 
 
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])

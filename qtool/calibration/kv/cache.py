@@ -27,7 +27,6 @@ from qtool.runtime.packed_kv import (
     NEUTRAL,
     OFFSET,
     PackedTokens,
-    attention_name,
     kv_quantizers,
     kv_tensors,
 )
@@ -88,16 +87,16 @@ def _read_back(quantizer: KVQuantizer, x: Tensor) -> Tensor:
 def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict[str, Tensor]:
     """The tensors that ``block`` stores for the KV quantizer ``kv``, by name within the block.
 
-    They are kv8's scales, or kv4's offset and importance of keys. Without batches kv4's tensors are
-    neutral.
+    They are kv8's scales, or kv4's offset and importance of keys; none for a block without a KV
+    cache. Without batches kv4's tensors are neutral.
 
     Raises:
         QtoolError: static scales without calibration data, or NaN in keys or values.
     """
-    stored = kv_tensors(kv, block.family, block.heads)
-    if not stored:
+    stored = kv_tensors(kv, block.family, block.config)
+    if not stored or block.family.kv_cache is None:
         return {}
-    attention = attention_name(block.family)
+    attention = block.family.kv_cache.module
     if f"{attention}.{OFFSET}" in stored:
         neutral = {
             name: torch.full(t.shape, NEUTRAL[name.rpartition(".")[2]])
@@ -144,22 +143,22 @@ def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> 
     """Let ``block`` compute with quantized keys and values while the context is open.
 
     A run with a cache among its arguments uses that one; ``block.full_kv`` has full precision.
+    Nothing changes for a block that has no KV cache.
 
     Args:
         stored: tensors by their name within the block, including :func:`kv_constants`.
     """
-    if kv is None:
+    kv_tensors(kv, block.family, block.config)  # refuses a quantizer that the model cannot have
+    if kv is None or (cache := block.family.kv_cache) is None:
         yield
         return
-    kv_tensors(kv, block.family, block.heads)  # refuses a quantizer that the model cannot have
-    attention = attention_name(block.family)
-    quantizers = kv_quantizers(kv, lambda name: stored[f"{attention}.{name}"].to(block.device))
+    quantizers = kv_quantizers(kv, lambda name: stored[f"{cache.module}.{name}"].to(block.device))
     simulated = SimulatedKV(*quantizers)
 
     def supply(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
-        own = kwargs.get(block.attention.cache)
+        own = kwargs.get(cache.argument)
         return args, kwargs | (block.with_cache(simulated) if own is None else {})
 
     handle = block.module.register_forward_pre_hook(supply, with_kwargs=True)

@@ -149,6 +149,8 @@ class SmoothAttention(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        if block.family.attention is None:
+            return
         keys = observe_keys(block, batches, self.tokens, self.seed)
         if keys is None:
             return
@@ -165,6 +167,8 @@ class SmoothAttention(Transform):
         }
 
     def work(self, block: BlockShape) -> Work:
+        if block.family.attention is None:
+            return Work()
         few = min(1.0, self.sequences / block.samples)
         candidates = 1 + len(self.alphas) + bool(self.steps)
         # the keys of all, the outputs of few exactly and with each candidate, and their queries

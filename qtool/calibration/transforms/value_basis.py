@@ -53,6 +53,8 @@ class ValueBasis(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        if block.family.attention is None:
+            return
         name, heads = block.attention.o, block.heads
         values, weight = self.values(block, batches), block.weight(name)
         scheme = block.schemes.get(name)
@@ -79,11 +81,14 @@ class ValueBasis(Transform):
         return torch.nn.functional.linear(x, block.weight(name).float(), bias)
 
     def work(self, block: BlockShape) -> Work:
+        if block.family.attention is None:
+            return Work()
         flops = self.steps * value_heads.step_flops(block)
         return super().work(block) + Work(search_flops=flops, search_tries=self.steps * STEP_TRIES)
 
     def held_bytes(self, block: BlockShape) -> int:
-        return super().held_bytes(block) + value_heads.learned_bytes(block)
+        attends = block.family.attention is not None
+        return super().held_bytes(block) + (value_heads.learned_bytes(block) if attends else 0)
 
 
 def cached_error(values: Tensor) -> float:

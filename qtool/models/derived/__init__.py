@@ -54,10 +54,11 @@ operations, by the rules in :mod:`.moves`, :mod:`.arithmetic` and :mod:`.product
 :class:`.recorded_model.RecordedModel` with its :class:`.recorded_block.RecordedBlock`. From it
 :mod:`.linears`, :mod:`.folds`, :mod:`.attention` and :mod:`.stream` prove the statements of
 :mod:`.block_family`; :mod:`.whole` puts the blocks together. :mod:`.fused` finds the parts of fused
-linears, :mod:`.passing` follows what blocks hand on besides hidden states, and :mod:`.on_disk`
-and :mod:`.disk_names` have the names in checkpoints. :mod:`.entering` lists by which linears
-pictures and sound enter, which a forward of text does not show. :mod:`.norms`,
-:mod:`.module_kinds` and :mod:`.expert_gates` find what a single module computes.
+linears, :mod:`.passing` follows what blocks hand on besides hidden states, :mod:`.cached` sees in a
+second forward what they give to a KV cache, and :mod:`.on_disk` and :mod:`.disk_names` have the
+names in checkpoints. :mod:`.entering` lists by which linears pictures and sound enter, which a
+forward of text does not show. :mod:`.norms`, :mod:`.module_kinds` and :mod:`.expert_gates` find
+what a single module computes.
 
 A statement that is not proved is left out: ``unquantized`` of :class:`~qtool.models.family.Family`
 says why a linear stays in 16 bits, ``refuses`` and ``fixed_stream`` say why a transform is left

@@ -1,25 +1,19 @@
 """The attention of a block, if it is proved to be the common one."""
 
-import inspect
 from collections.abc import Mapping
-from functools import cached_property
 
 import torch
 
-from qtool.models.cache_argument import CACHE
 from qtool.models.derived.facts import ATTENTION, Fact, Facts, Kind, channelwise, rows_of
 from qtool.models.derived.fused import FusedLinears
 from qtool.models.derived.recorded_block import RecordedBlock
 from qtool.models.derived.recorded_model import setting
 from qtool.models.derived.trace import AttentionCall
-from qtool.models.parts import Attention, Fold, LinearGroup
+from qtool.models.parts import Attention, Fold, KVCache, LinearGroup
 
-#: names that a block's argument for the KV cache has
-CACHES = (CACHE, "layer_past", "past_key_value")
-#: its names if a recurrent layer keeps its state there: until transformers 5.23, and since
-STATES = {"cache_params", "cache"}
-#: the methods that put a cache of their own into a block
-LOOK_INTO_CACHE = ("smooth-attention", "value-basis", "kv")
+#: the transforms that put a cache of their own into a block, and all methods that do
+TRANSFORMS = ("smooth-attention", "value-basis")
+LOOK_INTO_CACHE = (*TRANSFORMS, "kv")
 
 
 class BlockAttention:
@@ -97,43 +91,46 @@ class BlockAttention:
                 k_norm=norms[1],
                 rotary=Kind.TURNED in kinds,
                 partial=True,
-                cache=self._cache_argument,
             )
         return None
 
     def refused(
-        self, attention: Attention | None, offset: float, unquantized: Mapping[str, str]
+        self,
+        attention: Attention | None,
+        cache: KVCache | str | None,
+        offset: float,
+        unquantized: Mapping[str, str],
     ) -> dict[str, str]:
-        """Methods that this block's attention does not allow, and why.
+        """Methods that this block does not allow, and why.
 
-        ``unquantized``: why linears stay in 16 bits.
+        Args:
+            cache: the block's KV cache, or why it cannot be replaced.
+            unquantized: why linears stay in 16 bits.
         """
+        if isinstance(cache, str):
+            return dict.fromkeys(LOOK_INTO_CACHE, cache)
         if attention is None:
-            return dict.fromkeys(LOOK_INTO_CACHE, self._why_unknown(unquantized))
-        if self._beside_recurrence(attention):
-            return dict.fromkeys(LOOK_INTO_CACHE, "its blocks keep a recurrent state in the cache")
-        if not attention.cache:
-            return dict.fromkeys(LOOK_INTO_CACHE, "its attention takes no KV cache")
-        refused = {}
-        if not self._in_decoder():
-            refused["kv"] = "what transformers gives as its decoder does not hold its blocks"
+            unknown = TRANSFORMS if cache else ()
+            return dict.fromkeys(unknown, self._why_unknown(unquantized))
+        if cache is None:
+            return dict.fromkeys(TRANSFORMS, "its attention takes no KV cache")
         if self.used_elsewhere:
             reason = "its queries or keys go into something else than attention too"
-            return refused | {"smooth-attention": reason}
+            return {"smooth-attention": reason}
         if bool(attention.q_norm) != bool(attention.k_norm):
-            return refused | {"smooth-attention": "a norm follows its queries or its keys alone"}
+            return {"smooth-attention": "a norm follows its queries or its keys alone"}
         if self.normed_after_rope:
-            return refused | {"smooth-attention": "its queries and keys are normed after RoPE"}
+            return {"smooth-attention": "its queries and keys are normed after RoPE"}
         if attention.rotary and self._makes_angles():
-            return refused | {"smooth-attention": "its attention makes the angles of RoPE itself"}
+            return {"smooth-attention": "its attention makes the angles of RoPE itself"}
         if attention.rotary and not all(map(self._turns_halves, self.turned)):
             reason = "RoPE turns other pairs of channels than those half a head apart"
-            return refused | {"smooth-attention": reason}
+            return {"smooth-attention": reason}
         forms = [f for n in (attention.q_norm, attention.k_norm) if n and (f := self.block.form(n))]
         if any(form.biased or form.offset != offset for form in forms):
             reason = "its norms on queries and keys are not those of the block"
-            return refused | {"smooth-attention": reason}
-        return refused
+            return {"smooth-attention": reason}
+        return {}
 
     def _why_unknown(self, unquantized: Mapping[str, str]) -> str:
         """Why the attention is not declared."""
@@ -143,26 +140,10 @@ class BlockAttention:
                 return f"{name}, which reads its heads, stays in 16 bits: {unquantized[name]}"
         return "no queries, keys and values of one head size were recognized in its attention"
 
-    def _beside_recurrence(self, attention: Attention) -> bool:
-        """Whether the block has a recurrent layer beside its attention, as in Falcon-H1."""
-        block = self.block.model.modules[self.block.prefix[:-1]]
-        return any(
-            not STATES.isdisjoint(inspect.signature(type(module).forward).parameters)
-            for name, module in block.named_children()
-            if name != attention.q.partition(".")[0]
-        )
-
     def _makes_angles(self) -> bool:
         """Whether the block computes the angles of RoPE itself, as in Moshi."""
         block = self.block.model.modules[self.block.prefix[:-1]]
         return any(name.endswith("rotary_emb") for name, _ in block.named_modules())
-
-    def _in_decoder(self) -> bool:
-        """Whether the model's ``get_decoder()``, which is given the cache, holds the blocks."""
-        model = self.block.model
-        name = model.recorded.blocks
-        decoder = model.model.get_decoder()
-        return getattr(decoder, name.rpartition(".")[2], None) is model.modules[name]
 
     def _call_of(self, values: str) -> AttentionCall | None:
         calls = [c for c in self.block.model.trace.attentions if list(channelwise(c.v)) == [values]]
@@ -181,13 +162,6 @@ class BlockAttention:
         if len(inner) != 1 or not self.block.linear(inner[0]) or self.block.form(name) is None:
             return None
         return (inner[0], call.facts[inner[0]]), self.block.short(name)
-
-    @cached_property
-    def _cache_argument(self) -> str:
-        block = self.block.model.modules[self.block.prefix[:-1]]
-        known = inspect.signature(type(block).forward).parameters
-        others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        return next((name for name in CACHES if name in known), CACHES[0] if others else "")
 
     def _turns_halves(self, pairs: torch.Tensor | None) -> bool:
         """Whether RoPE pairs channels i and i + R / 2 of the R that it turns in a head."""

@@ -13,11 +13,14 @@ from qtool.models.derived.linears import groups_of
 from qtool.models.derived.recorded_block import RecordedBlock
 from qtool.models.experts import Form, expert_parts
 from qtool.models.family import Family
-from qtool.models.parts import Experts, Fold
+from qtool.models.parts import Experts, Fold, KVCache
 
 
-def block_family(block: RecordedBlock) -> Family:
-    """The block's family, without what is common to all blocks."""
+def block_family(block: RecordedBlock, cache: KVCache | str | None) -> Family:
+    """The block's family, without what is common to all blocks.
+
+    ``cache``: the block's KV cache, or why it cannot be replaced.
+    """
     unquantized: dict[str, str] = {}
     fused = FusedLinears(block)
     attention = BlockAttention(block, fused)
@@ -35,6 +38,9 @@ def block_family(block: RecordedBlock) -> Family:
     linears = {linear for group in groups for linear in group.linears}
     tensors, biased = _tensors(block, linears, unquantized)
     declared = attention.declared(groups)
+    if declared and block.model.heads and isinstance(cache, KVCache):
+        # as config.json says, also where kv heads come repeated for their query heads
+        cache = replace(cache, shape=(block.model.heads.kv, block.model.heads.dim))
     experts = next(iter(block.experts), None)
     return Family(
         name="",
@@ -42,6 +48,7 @@ def block_family(block: RecordedBlock) -> Family:
         groups=tuple(groups),
         attention=declared,
         tensors=tensors,
+        kv_cache=cache if isinstance(cache, KVCache) else None,
         biased=biased,
         fused=fused.parts,
         fused_by_head=fused.by_head,
@@ -50,7 +57,7 @@ def block_family(block: RecordedBlock) -> Family:
         norm_offset=offset,
         layer_norm=any(form.centred for form in norms),
         experts=_experts(block, experts) if experts else None,
-        refuses=attention.refused(declared, offset, unquantized),
+        refuses=attention.refused(declared, cache, offset, unquantized),
         fixed_stream=fixed or stream.why_fixed(block, groups),
         unquantized=unquantized,
     )

@@ -64,13 +64,10 @@ def _recorded(model: Any, text: str) -> Recorded:
     passing = Passing(recorder, blocks)
     try:
         with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
             stack.enter_context(Calls(found, recorder, passing, names).watched())
-            stack.enter_context(_short_chunks(names))
             stack.enter_context(_weights_watched(recorder, names))
-            stack.enter_context(RandomNumbers())
-            stack.enter_context(AttentionAsProducts())
-            ids = _ids(run)
+            stack.enter_context(on_random_numbers(names))
+            ids = few_ids(run)
             recorder.produce(IDS, ids)
             stack.enter_context(recorder)
             run(input_ids=ids, use_cache=False)
@@ -89,7 +86,14 @@ def _recorded(model: Any, text: str) -> Recorded:
     return found
 
 
-def _ids(model: Any) -> Tensor:
+@contextmanager
+def on_random_numbers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While open, a model on ``meta`` made of ``modules`` runs."""
+    with torch.no_grad(), _short_chunks(modules), RandomNumbers(), AttentionAsProducts():
+        yield
+
+
+def few_ids(model: Any) -> Tensor:
     """Token ids of :data:`SHAPE`, none of them for padding, of which transformers would warn."""
     return torch.full(SHAPE, int(getattr(model.config, "pad_token_id", None) == 0))
 
@@ -152,7 +156,7 @@ def _takes_first(found: Recorded) -> bool:
         for block in modules:
             block.forward = forward
         with RandomNumbers():
-            found.text_model(input_ids=_ids(found.text_model), use_cache=False)
+            found.text_model(input_ids=few_ids(found.text_model), use_cache=False)
     except (ValueError, IndexError, TypeError, AttributeError):
         return False
     finally:

@@ -8,7 +8,9 @@ from torch import nn
 
 from qtool.errors import QtoolError
 from qtool.models.conv1d import FromConv1D
+from qtool.models.derived.attention import LOOK_INTO_CACHE
 from qtool.models.derived.block_family import block_family
+from qtool.models.derived.cached import KVCaches
 from qtool.models.derived.disk_names import DiskNames
 from qtool.models.derived.entering import entering
 from qtool.models.derived.recorded_block import RecordedBlock
@@ -22,13 +24,14 @@ def whole_family(model: RecordedModel) -> Family:
     Raises:
         QtoolError: no block has a linear that can be quantized.
     """
-    on_disk = DiskNames(model)
+    on_disk, caches = DiskNames(model), KVCaches(model.recorded)
     firsts: dict[int, Family] = {}
     kinds: dict[Any, Family] = {}
     for number in dict.fromkeys(model.recorded.like):
         block = RecordedBlock(model, f"{model.recorded.blocks}.{number}.")
-        family = on_disk.with_mixture(block_family(block), number)
-        key = block.signature(), family.fixed_stream, tuple(family.refuses.items())
+        family = on_disk.with_mixture(block_family(block, caches.of(number)), number)
+        reasons = family.fixed_stream, *family.refuses.items()
+        key = block.signature(), family.kv_cache, reasons
         firsts[number] = kinds.setdefault(key, family)
     return _of_blocks(model, on_disk, [firsts[number] for number in model.recorded.like])
 
@@ -41,7 +44,7 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
     common = _beside_blocks(model, on_disk)
     enters = _entering(model, common)
     common |= {
-        "refuses": {k: v for family in of_block for k, v in family.refuses.items()},
+        "refuses": _refused(model, of_block),
         "fixed_stream": _why_fixed(model, of_block, enters),
         "entering": enters or {},
         "layer_norm": any(f.layer_norm for f in of_block) or _ends_centred(model),
@@ -52,6 +55,18 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
         return whole
     numbered = [own[id(f)] for f in of_block]
     return replace(whole, choose=lambda config, block: numbered[block])
+
+
+def _refused(model: RecordedModel, of_block: list[Family]) -> dict[str, str]:
+    """Methods that some block does not allow, and why."""
+    refused = {k: v for family in of_block for k, v in family.refuses.items()}
+    decoder, blocks = model.model.get_decoder(), model.recorded.blocks
+    if getattr(decoder, blocks.rpartition(".")[2], None) is not model.modules[blocks]:
+        refused["kv"] = "what transformers gives as its decoder does not hold its blocks"
+    if not any(family.kv_cache for family in of_block):
+        none = dict.fromkeys(LOOK_INTO_CACHE, "none of its blocks keeps keys and values in a cache")
+        refused = none | refused
+    return refused
 
 
 def _ends_centred(model: RecordedModel) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from qtool.models.family import Family
-from qtool.models.parts import Attention, Fold, LinearGroup
+from qtool.models.parts import Attention, Fold, KVCache, LinearGroup
 
 QKV, DENSE = "self_attention.query_key_value", "self_attention.dense"
 Q, K, V = (f"self_attention.{x}" for x in "qkv")
@@ -42,7 +42,8 @@ FALCON = Family(
     name="Falcon",
     model_types=("falcon",),
     groups=(LinearGroup((QKV, WIDE), "input_layernorm", Fold.NORM), *WRITERS),
-    attention=Attention(q=Q, k=K, v=V, o=DENSE, cache="layer_past"),
+    attention=Attention(q=Q, k=K, v=V, o=DENSE),
+    kv_cache=KVCache("self_attention", "layer_past"),
     tensors={**_norms("input_layernorm"), **LINEARS},
     biased_if={"bias": (QKV, DENSE, WIDE, NARROW)},
     fused={QKV: {Q: "q", K: "kv", V: "kv"}},

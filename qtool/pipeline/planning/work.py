@@ -9,7 +9,6 @@ from math import prod
 
 from qtool.calibration.cost import GRADIENTS, BlockShape, Work
 from qtool.calibration.method import LEARNING_SEQUENCES
-from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
 from qtool.plugins import require_returned
 from qtool.runtime.packed_kv import kv_tensors
@@ -41,7 +40,7 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
         forward_flops=(1 + job.rounding.compares) * shape.forward_flops(),
         packed_weights=2 * shape.weights,
     )
-    if job.needs_data and kv_tensors(job.format.kv, shape.family, Heads.of(shape.config)):
+    if job.needs_data and kv_tensors(job.format.kv, shape.family, shape.config):
         work += Work(forward_flops=shape.forward_flops())  # a forward that observes the keys
     if job.balances_experts and job.needs_data:  # a forward that observes the routers
         routed = (g.linears for g in shape.family.groups if g.routed)

@@ -26,7 +26,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from qtool.errors import QtoolError
 from qtool.io.finite import require_finite
 from qtool.kernels.attention.packed_cache import TOKENS
-from qtool.models import Heads
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, kv_tensors
 from qtool.runtime.packed_linears import PackedLinears
 
@@ -167,7 +166,12 @@ class KVMethod(BaseKVCacheMethod):
 def cache_tensors(linears: PackedLinears, served: bool) -> WeightsMapper:
     """From the checkpoint's names to :class:`KVMethod`'s; drops them for vLLM's own cache."""
     names: dict[re.Pattern[str], str | None] = {}
-    for stored in kv_tensors(linears.format.kv, linears.family, Heads.of(linears.settings)):
+    family, settings = linears.family, linears.settings
+    for stored in dict.fromkeys(
+        name
+        for block in range(settings.num_hidden_layers)
+        for name in kv_tensors(linears.format.kv, family.at(settings, block), settings)
+    ):
         parent, _, name = stored.rpartition(".")
         ending = re.compile(rf"\.{re.escape(stored)}$")
         names[ending] = f".{parent}.attn.{PREFIX}{name}" if served else None
