@@ -24,13 +24,18 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 
 from qtool.errors import QtoolError
+from qtool.format import CheckpointFormat
 from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.kernels.attention.paged_cache import head_bytes
+from qtool.runtime.packed_kv import SCALES
+from qtool.runtime.packed_linears import PackedLinears
 from qtool.schemes.kv import KV4
 from qtool.serving.vllm import attention, kv
 from qtool.serving.vllm.engine import EVALUATED
+from tests.models.tiny import tiny_config
 from tests.serving.conftest import Native, rewritten
 from tests.serving.models import configured, loaded
+from tests.serving.test_vllm_names import MAMBA, packed
 
 HEADS, DIM = 4, 64  # of the small models
 PAGES = kv.offered_pages()
@@ -66,6 +71,12 @@ def quantized(native: Native, folder: Path, name: str) -> tuple[Path, dict[str, 
     stored = {part: torch.rand(HEADS, DIM, generator=random) + 0.1 for part in parts}
     full = {f"model.layers.0.self_attn.{part}": tensor for part, tensor in stored.items()}
     return rewritten(native(), folder / name, full, kv=name), stored
+
+
+def chosen(config: Any, name: str) -> bool:
+    """Whether vLLM keeps the cache ``name`` of a checkpoint of the model in ``config``."""
+    made = PackedLinears(config.model_config.hf_config.to_dict(), CheckpointFormat("", (), kv=name))
+    return kv.choose_cache(config, made)
 
 
 def attention_layer(model: torch.nn.Module) -> Any:
@@ -120,7 +131,7 @@ def test_what_the_user_asks_for_counts_and_is_told(
     directory, _ = quantized(native, tmp_path, "kv4")
     config = configured(directory, **({"dtype": "bfloat16"} | options))
     before = config.cache_config.cache_dtype, config.attention_config.backend
-    assert not kv.choose_cache(config, "kv4")
+    assert not chosen(config, "kv4")
     assert (config.cache_config.cache_dtype, config.attention_config.backend) == before
     assert len(said) == 1 and reason in said[0]
 
@@ -133,7 +144,7 @@ def test_without_the_hook_or_a_gpu_vllm_keeps_its_own(
     assert layer.kv_cache_dtype == "auto" and "CUDA GPU" in said[-1]
     monkeypatch.setattr(kv, "AttentionBackend", object)
     config = configured(directory, dtype="bfloat16")
-    assert not kv.choose_cache(config, "kv4") and not kv.choose_cache(config, "kv4-channel")
+    assert not chosen(config, "kv4") and not chosen(config, "kv4-channel")
     assert "no pages of its size" in said[-2] and "kv4-channel has no kernel" in said[-1]
 
 
@@ -151,11 +162,29 @@ def test_what_cuts_sequences_or_guesses_ahead_keeps_vllms_cache(
     for way in ("decode", "prefill"):
         with monkeypatch.context() as one:
             one.setattr(config.parallel_config, f"{way}_context_parallel_size", 2)
-            assert not kv.choose_cache(config, "kv8")
+            assert not chosen(config, "kv8")
         assert "context parallelism" in said[-1]
     monkeypatch.setattr(config, "speculative_config", SimpleNamespace())
-    assert not kv.choose_cache(config, "kv8")
+    assert not chosen(config, "kv8")
     assert "speculative decoding" in said[-1]
+
+
+def test_a_hybrid_keeps_vllms_cache(tmp_path: Path, on_cuda: None, said: list[str]) -> None:
+    """Its checkpoint is loaded without the tensors of the cache."""
+    scales = {f"model.layers.1.self_attn.{part}": torch.ones(2, 32) for part in SCALES}
+    directory = packed("granitemoehybrid", tmp_path, **MAMBA)
+    layer = attention_layer(loaded(rewritten(directory, tmp_path / "kv8", scales, kv="kv8")))
+    assert layer.kv_cache_dtype == "auto" and not hasattr(layer, kv.PREFIX + "k_scale")
+    assert "sizes the pages of a hybrid by its recurrent states" in said[0]
+
+
+def test_blocks_whose_caches_differ_keep_vllms(
+    native: Native, on_cuda: None, said: list[str]
+) -> None:
+    """The last blocks of Gemma 3n read keys and values of the first ones."""
+    made = PackedLinears(tiny_config("gemma3n_text").to_dict(), CheckpointFormat("", (), kv="kv8"))
+    assert not kv.choose_cache(configured(native(), dtype="bfloat16"), made)
+    assert "its blocks do not all keep keys and values" in said[0]
 
 
 def test_absent_scales_are_named(native: Native, tmp_path: Path, on_cuda: None) -> None:

@@ -164,7 +164,7 @@ class QtoolConfig(QuantizationConfig):
         if (config := get_current_vllm_config_or_none()) is not None:
             fusion.switch_on(config)
             if self.keeps_cache is None:
-                self.keeps_cache = choose_cache(config, self.format.kv)
+                self.keeps_cache = choose_cache(config, self.packed_linears)
                 self.of_transformers = config.model_config.using_transformers_backend()
                 if config.lora_config and self.transforms:
                     logger.warning_once(

@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from qtool.errors import QtoolError
 from qtool.io.finite import require_finite
 from qtool.kernels.attention.packed_cache import TOKENS
+from qtool.models import Family
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, kv_tensors
 from qtool.runtime.packed_linears import PackedLinears
 
@@ -37,15 +38,16 @@ PAGED = ("kv4", "kv8")
 PREFIX = "cache_"
 
 
-def choose_cache(config: VllmConfig, quantizer: str | None) -> bool:
+def choose_cache(config: VllmConfig, linears: PackedLinears) -> bool:
     """Let vLLM store keys and values as the checkpoint was evaluated, if it can and may.
 
     Returns whether it does; else the log says why, once.
     """
+    quantizer = linears.format.kv
     if quantizer is None:
         return False
     pages = offered_pages()
-    if reason := _reason_against(quantizer, pages, config):
+    if reason := _reason_against(linears, pages, config):
         logger.warning_once(
             "The checkpoint's %s cache is not used: %s. Keys and values are kept as "
             "--kv-cache-dtype says, in 16 bits by default.",
@@ -81,8 +83,8 @@ def backend_path(pages: Any) -> str:
     return f"{pages.__name__}.{pages.QtoolAttentionBackend.__name__}"
 
 
-def _reason_against(quantizer: str, pages: Any, config: VllmConfig) -> str:
-    cache, attention = config.cache_config, config.attention_config
+def _reason_against(linears: PackedLinears, pages: Any, config: VllmConfig) -> str:
+    quantizer, cache, attention = linears.format.kv, config.cache_config, config.attention_config
     if quantizer not in PAGED:
         return f"{quantizer} has no kernel over pages"
     if pages is None:
@@ -101,12 +103,22 @@ def _reason_against(quantizer: str, pages: Any, config: VllmConfig) -> str:
         return f"the model runs in {config.model_config.dtype}, its kernels in 16 bits"
     if config.model_config.using_transformers_backend():
         return "vLLM runs transformers' model, which has no place for the cache's tensors"
+    if config.model_config.is_hybrid:
+        return "vLLM sizes the pages of a hybrid by its recurrent states"
+    if len({own.kv_cache for own in _of_blocks(linears)}) > 1:
+        return "its blocks do not all keep keys and values, or not of one shape"
     if config.speculative_config is not None:
         return "lengths of speculative decoding are known on the GPU only"
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism cuts sequences"
     return ""
+
+
+def _of_blocks(linears: PackedLinears) -> set[Family]:
+    """The families of the model's blocks."""
+    family, settings = linears.family, linears.settings
+    return {family.at(settings, block) for block in range(settings.num_hidden_layers)}
 
 
 class KVMethod(BaseKVCacheMethod):
@@ -166,12 +178,8 @@ class KVMethod(BaseKVCacheMethod):
 def cache_tensors(linears: PackedLinears, served: bool) -> WeightsMapper:
     """From the checkpoint's names to :class:`KVMethod`'s; drops them for vLLM's own cache."""
     names: dict[re.Pattern[str], str | None] = {}
-    family, settings = linears.family, linears.settings
-    for stored in dict.fromkeys(
-        name
-        for block in range(settings.num_hidden_layers)
-        for name in kv_tensors(linears.format.kv, family.at(settings, block), settings)
-    ):
+    tensors = (kv_tensors(linears.format.kv, f, linears.settings) for f in _of_blocks(linears))
+    for stored in {name for of_block in tensors for name in of_block}:
         parent, _, name = stored.rpartition(".")
         ending = re.compile(rf"\.{re.escape(stored)}$")
         names[ending] = f".{parent}.attn.{PREFIX}{name}" if served else None
