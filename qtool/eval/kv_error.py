@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from qtool.models.auto import text_model
 from qtool.models.cache_argument import CACHE
-from qtool.runtime.kv_cache import QuantCache, QuantCacheLayer
+from qtool.runtime.kv_cache import QuantCache, QuantCacheLayer, quantized_decoder
 
 
 @dataclass
@@ -33,7 +33,7 @@ def kv_errors(model: PreTrainedModel, windows: Tensor) -> dict[int, KVError]:
     It is empty for a cache that is not quantized.
     """
     text = text_model(model)
-    if getattr(model.get_decoder(), "kv_quantizer", None) is None:
+    if quantized_decoder(model) is None:
         return {}
     sums: dict[int, list[Tensor]] = {}
     for window in windows:

@@ -33,6 +33,7 @@ from qtool.kernels.dtypes import HALF
 from qtool.models import family_of
 from qtool.models.cache_argument import CACHE, OLDER, with_cache_renamed
 from qtool.models.parts import Heads
+from qtool.runtime.kv_cache import quantized_decoder
 from qtool.runtime.merge import norms_taken_along
 from qtool.runtime.range_attention import (
     RANGE_ATTENTION,
@@ -126,7 +127,7 @@ def can_decode_by_graphs(model: PreTrainedModel) -> bool:
         and getattr(model, "_can_compile_fullgraph", False)
         and getattr(decoder, "_supports_attention_backend", False)
         and decoder.config._attn_implementation == "sdpa"
-        and not hasattr(decoder, "kv_quantizer")
+        and quantized_decoder(model) is None
         and set(getattr(config, "layer_types", None) or ()) <= RANGED
         and not getattr(config, "attn_logit_softcapping", None)
         and not getattr(config, "num_kv_shared_layers", None)

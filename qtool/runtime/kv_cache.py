@@ -135,7 +135,9 @@ class QuantCache(Cache):
     @classmethod
     def of(cls, model: PreTrainedModel) -> "QuantCache":
         """An empty cache as ``model`` (:func:`quantize_kv`) makes it for itself."""
-        return cls(layers=_layers(model.get_decoder()))
+        decoder = quantized_decoder(model)
+        assert decoder is not None, "no cache is quantized"
+        return cls(layers=_layers(decoder))
 
 
 def quantize_kv(model: PreTrainedModel, kv: str) -> None:
@@ -148,7 +150,8 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
     Raises:
         QtoolError: an unknown architecture or quantizer, or one that cannot hold the model's heads.
     """
-    decoder, family = model.get_decoder(), family_of(model.config)
+    family = family_of(model.config)
+    decoder: Any = model.get_submodule(family.blocks.rpartition(".")[0])
     settings = family.settings(model.config.to_dict())
     of_block = {n: family.at(settings, n) for n in range(settings.num_hidden_layers)}
     scales = {n: kv_tensors(kv, own, settings) for n, own in of_block.items()}
@@ -181,9 +184,14 @@ def _apply(attention: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool =
     return attention
 
 
+def quantized_decoder(model: PreTrainedModel) -> Any:
+    """The module of ``model`` that :func:`quantize_kv` gave its cache; None if there is none."""
+    return next((module for module in model.modules() if hasattr(module, "kv_quantizer")), None)
+
+
 def unquantize_kv(model: PreTrainedModel) -> None:
     """Undo :func:`quantize_kv`, except that the buffers stay."""
-    decoder = model.get_decoder()
+    decoder = quantized_decoder(model)
     decoder.kv_supply.remove()
     decoder.kv_keep.remove()
     del decoder.kv_supply, decoder.kv_keep, decoder.kv_quantizer, decoder.kv_blocks

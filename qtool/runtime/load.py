@@ -32,7 +32,7 @@ from qtool.runtime.decode import graph_decoding
 from qtool.runtime.device import require_device
 from qtool.runtime.experts import group_experts
 from qtool.runtime.fused_norms import fuse_norms
-from qtool.runtime.kv_cache import quantize_kv
+from qtool.runtime.kv_cache import quantize_kv, quantized_decoder
 from qtool.runtime.merge import merge_linears
 from qtool.runtime.packed_kv import IMPORTANCE
 from qtool.schemes.kv import require_kv
@@ -155,7 +155,7 @@ def load_as_stored(
         if family and family.experts:
             placed = {"": where}  # else transformers stacks the experts in host memory first
     loaded = _from_pretrained(path, cast, placed, source)
-    if kv is not None and kv != getattr(loaded.get_decoder(), "kv_quantizer", None):
+    if kv is not None and kv != getattr(quantized_decoder(loaded), "kv_quantizer", None):
         if calibrated:
             raise QtoolError(
                 f"{path}: {kv} needs calibrated scales, which it does not hold: "

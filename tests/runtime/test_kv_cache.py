@@ -26,7 +26,13 @@ from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.models import Heads
 from qtool.models.cache_argument import CACHE
 from qtool.runtime.huggingface import replace_linears
-from qtool.runtime.kv_cache import QuantCache, QuantCacheLayer, quantize_kv
+from qtool.runtime.kv_cache import (
+    QuantCache,
+    QuantCacheLayer,
+    quantize_kv,
+    quantized_decoder,
+    unquantize_kv,
+)
 from qtool.runtime.load import load
 from qtool.runtime.packed_kv import PackedTokens
 from qtool.schemes.kv import KV4
@@ -283,6 +289,21 @@ def test_the_cache_of_a_text_model_that_is_no_architecture_of_its_own() -> None:
     with torch.no_grad():
         cache = model(ids(9)).past_key_values
     assert isinstance(cache, QuantCache) and cache.get_seq_length() == 9
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "modernbert-decoder"])
+def test_what_holds_the_blocks_is_given_the_cache(kind: str) -> None:
+    """transformers' ``get_decoder()`` gives the head, or the whole model."""
+    model = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+    quantize_kv(model, "kv4")
+    assert quantized_decoder(model) is not model.get_decoder()
+    with torch.no_grad():
+        full, cache = model(ids(9)).logits, QuantCache.of(model)
+        parts = [model(part, **{CACHE: cache}).logits for part in ids(9).split([6, 1, 1, 1], 1)]
+    assert (torch.cat(parts, 1) - full).norm() < 5e-3 * full.norm()
+    assert cache.get_seq_length() == 9
+    unquantize_kv(model)
+    assert quantized_decoder(model) is None
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "mamba"])

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from qtool.errors import QtoolError
 from qtool.models.conv1d import FromConv1D
@@ -60,9 +61,9 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
 def _refused(model: RecordedModel, of_block: list[Family]) -> dict[str, str]:
     """Methods that some block does not allow, and why."""
     refused = {k: v for family in of_block for k, v in family.refuses.items()}
-    decoder, blocks = model.model.get_decoder(), model.recorded.blocks
-    if getattr(decoder, blocks.rpartition(".")[2], None) is not model.modules[blocks]:
-        refused["kv"] = "what transformers gives as its decoder does not hold its blocks"
+    decoder = model.modules[model.recorded.blocks.rpartition(".")[0]]
+    if not isinstance(decoder, PreTrainedModel):
+        refused["kv"] = "what holds its blocks is no model, which is given a cache"
     if not any(family.kv_cache for family in of_block):
         none = dict.fromkeys(LOOK_INTO_CACHE, "none of its blocks keeps keys and values in a cache")
         refused = none | refused
