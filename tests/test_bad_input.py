@@ -807,6 +807,20 @@ def test_a_billion_blocks(make_model: MakeModel, tmp_path, monkeypatch, capsys) 
         assert "Traceback" not in message
 
 
+def test_a_native_checkpoint_without_a_size_of_its_family(
+    make_model: MakeModel, tmp_path, monkeypatch, capsys
+) -> None:  # type: ignore[no-untyped-def]
+    out = quantize(Checkpoint(make_model("qwen3_moe")), recipes.load("w8a8"), tmp_path / "q")
+    edit_config(out, moe_intermediate_size=None)
+    for command in (
+        ("verify", out),
+        ("inspect", out),
+        ("export", out, "--format", "compressed-tensors", "--out", tmp_path / "ct"),
+    ):
+        code, message = qtool_run(monkeypatch, capsys, *command)
+        assert code == 2 and "the size 'expert' of this Qwen3-MoE model is None" in message, message
+
+
 def test_a_checkpoint_without_packed_linears_is_not_verified(
     make_model: MakeModel, tmp_path, monkeypatch, capsys
 ) -> None:  # type: ignore[no-untyped-def]

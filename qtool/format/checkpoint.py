@@ -13,7 +13,9 @@ from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.format.linear import LinearFormat
 from qtool.layouts import LAYOUTS
+from qtool.models import family_of
 from qtool.models.architecture import DTYPES
+from qtool.models.family_checks import require_sizes
 from qtool.models.unsupported import is_built_in
 from qtool.schemes import SCHEMES
 
@@ -164,11 +166,14 @@ def native_format(config: Mapping[str, Any]) -> CheckpointFormat:
     """The format of a native checkpoint.
 
     Raises:
-        QtoolError: the model is not quantized, or not by qtool.
+        QtoolError: the model is not quantized, or not by qtool, or ``config`` lacks its sizes.
     """
     if not config.get("quantization_config"):
         raise QtoolError("the model is not quantized: config.json has no quantization_config")
-    return CheckpointFormat.from_dict(config["quantization_config"])
+    found = CheckpointFormat.from_dict(config["quantization_config"])
+    family = family_of(config)
+    require_sizes(family, family.settings(config))
+    return found
 
 
 def of_any_expert(names: Collection[str], linears: Collection[str]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.errors import QtoolError
-from qtool.format import native_format
+from qtool.format import CheckpointFormat, native_format
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.auto import text_model
@@ -120,7 +120,8 @@ def layers(model: nn.Module, checkpoint: Checkpoint) -> Iterator[Verified]:
     """One row for each multiplication by packed linears in vLLM's ``model``."""
     if not (gemms := packed_gemms(model)):
         raise QtoolError(f"{checkpoint.directory}: vLLM built no layer from packed linears")
-    yield from (_row(gemm, checkpoint) for gemm in gemms)
+    checkpoint_format = native_format(checkpoint.config)
+    yield from (_row(gemm, checkpoint, checkpoint_format) for gemm in gemms)
 
 
 def multiplications(model: nn.Module) -> int:
@@ -135,9 +136,8 @@ def packed_gemms(model: nn.Module) -> list[Gemm]:
 
 
 @torch.no_grad()
-def _row(gemm: Gemm, checkpoint: Checkpoint) -> Verified:
+def _row(gemm: Gemm, checkpoint: Checkpoint, checkpoint_format: CheckpointFormat) -> Verified:
     """The row that compares vLLM's layer with our linears of the checkpoint, on the same tokens."""
-    checkpoint_format = native_format(checkpoint.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     random, size = torch.Generator().manual_seed(0), (TOKENS, gemm.k)
     x = torch.randn(size, generator=random, dtype=torch.float32, device="cpu")
