@@ -1,7 +1,7 @@
 """Evaluates a checkpoint by its name, and a baseline with the same settings."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.eval import saved
-from qtool.eval.engine import Engine, Model, load_in_engine, require_engine
+from qtool.eval.engine import Engine, Model, require_engine
 from qtool.eval.evaluate import LoadedTask, TaskKeywords, load_tasks, require_same_tokens
 from qtool.eval.results import Results
 from qtool.exchange.as_export import load_as_export, require_runs
@@ -86,10 +86,14 @@ class _Settings:
     ) -> Model:
         """The model of ``directory``; closing ``opened`` also closes a model in an engine."""
         if self.engine is not None:
-            facts = [task.facts for task in tasks]
-            return load_in_engine(
-                self.engine, opened, directory, facts, self.dtype, self.tensor_parallel
+            lengths = [task.facts["seqlen"] for task in tasks if "seqlen" in task.facts]
+            loaded = self.engine(
+                directory,
+                tokens=max(lengths) if len(lengths) == len(tasks) else None,
+                dtype=self.dtype,
+                tensor_parallel=self.tensor_parallel,
             )
+            return opened.enter_context(closing(loaded))
         dtype = DTYPES[self.dtype] if self.dtype else None
         if as_export is not None:
             return load_as_export(directory, as_export, device=self.device, dtype=dtype)

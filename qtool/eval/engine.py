@@ -5,8 +5,6 @@ the log-likelihoods of their tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -91,22 +89,3 @@ def require_engine(
                 "it serves"
             )
     engine.version()
-
-
-def load_in_engine(
-    engine: type[Engine],
-    opened: ExitStack,
-    directory: Path,
-    facts: Sequence[dict[str, Any]],
-    dtype: str | None,
-    tensor_parallel: int,
-) -> Engine:
-    """The model of ``directory`` in ``engine``; closing ``opened`` closes it.
-
-    Args:
-        facts: facts of the tasks to evaluate; a task without ``seqlen`` has requests of any length.
-    """
-    lengths = [fact["seqlen"] for fact in facts if "seqlen" in fact]
-    tokens = max(lengths) if len(lengths) == len(facts) else None
-    made = engine(directory, tokens=tokens, dtype=dtype, tensor_parallel=tensor_parallel)
-    return opened.enter_context(closing(made))

@@ -1,6 +1,5 @@
 """An engine is asked the windows and requests that a model in this process is asked."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from qtool.errors import QtoolError
 from qtool.eval import saved
 from qtool.eval.checkpoints import evaluate_checkpoints
-from qtool.eval.engine import Engine, load_in_engine, require_engine
+from qtool.eval.engine import Engine, require_engine
 from qtool.eval.evaluate import evaluate
 from qtool.eval.language_model import language_model
 
@@ -87,9 +86,10 @@ def test_an_engine_has_room_for_what_it_is_asked_and_is_closed(
     ]
     assert saved.environment("cpu", engine=Loaded)["engine"] == "fake 1.0"
     assert saved.environment("cpu", engine=Loaded)["device"] == "cuda"
-    with ExitStack() as stack:
-        load_in_engine(Loaded, stack, tmp_path, [{"seqlen": 16}, {}], None, 1)
-        assert opened[-1][1]["tokens"] is None and not opened[-1][0].closed
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "mine.jsonl").write_text(ROW)
+    evaluate_checkpoints([text, "mine"], "demo", engine=Loaded, data_dir=tmp_path)
+    assert opened[-1][1]["tokens"] is None  # questions have any length
     assert opened[-1][0].closed
 
 
