@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, cast
+from unittest.mock import patch
 
 from transformers import PreTrainedModel
 
@@ -32,18 +33,12 @@ def arithmetic(model: Model, deterministic: bool) -> AbstractContextManager[None
 def deterministic_decoder(model: PreTrainedModel) -> Iterator[None]:
     """Make ``model``'s decoder give the same hidden states on a CPU and on a GPU."""
     decoder: Any = model.get_decoder()
-    forward, own = decoder.forward, "forward" in vars(decoder)
+    forward = decoder.forward
 
     @wraps(forward)
     def rounded(*args: Any, **kwargs: Any) -> Any:
         with deterministic_arithmetic(), groups_in_order():
             return forward(*args, **kwargs)
 
-    decoder.forward = rounded
-    try:
+    with patch.object(decoder, "forward", rounded):
         yield
-    finally:
-        if own:
-            decoder.forward = forward
-        else:
-            del decoder.forward

@@ -1,7 +1,7 @@
 """Asks once whether the Hugging Face hub answers, before any library retries for minutes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 from qtool.errors import in_one_line
@@ -44,14 +44,9 @@ def offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
-@contextmanager
-def access() -> Iterator[None]:
-    """While open, be online if the hub answers, else :func:`offline`."""
-    if reachable():
-        yield
-    else:
-        with offline():
-            yield
+def access() -> AbstractContextManager[None]:
+    """A context that is online if the hub answers, else :func:`offline`."""
+    return nullcontext() if reachable() else offline()
 
 
 def why_not(error: Exception) -> str:
