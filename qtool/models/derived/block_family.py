@@ -73,20 +73,16 @@ def _tensors(
     tensors: dict[str, str] = {}
     biased = []
     for name in names:
-        owner, _, part = name.rpartition(".")
-        if owner in block.experts:
+        full, _, part = name.rpartition(".")
+        if full in block.experts:
             continue
-        short = name.removeprefix(block.prefix)
-        if part == "bias" and block.short(owner) in linears:
-            biased.append(block.short(owner))
+        owner, module, shape = block.short(full), block.model.modules[full], block.model.state[name]
+        if part == "bias" and owner in linears:
+            biased.append(owner)
             continue
-        tensors[short] = " ".join(map(str, block.model.state[name]))
-    for name in names:
-        owner = block.short(name.rpartition(".")[0])
-        module = block.model.modules[name.rpartition(".")[0]]
+        tensors[name.removeprefix(block.prefix)] = " ".join(map(str, shape))
         known = owner in linears or owner in unquantized or isinstance(module, nn.Linear)
-        known |= name.rpartition(".")[0] in block.experts
-        if len(block.model.state[name]) > 1 and not known:
+        if len(shape) > 1 and not known:
             unquantized[block.short(name)] = f"{type(module).__name__} is no linear"
     for name in block.experts:
         parts = block.expert_names(name)

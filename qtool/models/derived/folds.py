@@ -3,10 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
-
 from qtool.models.derived.attention import BlockAttention
-from qtool.models.derived.facts import PART, Facts, Kind, in_order, in_order_of_rows, is_stream
+from qtool.models.derived.facts import (
+    PART,
+    Facts,
+    Kind,
+    channelwise,
+    in_order,
+    in_order_of_rows,
+    is_stream,
+)
 from qtool.models.derived.fused import FusedLinears
 from qtool.models.derived.recorded_block import RecordedBlock
 from qtool.models.derived.trace import Read
@@ -30,7 +36,7 @@ class Folds:
             return self._writing(group, (read.weight,))
         own = tuple(f"{self.block.prefix}{name}.weight" for name in linears)
         none = self._writing(LinearGroup(linears, "", Fold.NONE), own)
-        facts = {p: f for p, f in read.facts.items() if f.channels is not None}
+        facts = channelwise(read.facts)
         if len(read.facts) == 1 and self._reads_norm(read):
             return replace(none, source=self.block.short(next(iter(facts))), fold=Fold.NORM)
         if (
@@ -98,14 +104,12 @@ class Folds:
         stacks = [r.facts for r in experts]
         if any(len(found) > 1 or found[name].kind > Kind.LINEAR for found in stacks):
             return False
+        modules = self.block.model.modules
         return all(
-            isinstance(
-                m := self.block.model.modules.get(r.weight.removesuffix(".weight")), nn.Module
-            )
-            and r.weight.endswith(".weight")
+            r.weight.endswith(".weight")
+            and r.weight.removesuffix(".weight") in modules
             and r.transposed
             and len(r.facts) == 1
             and r.facts[name].kind == Kind.LINEAR
-            and hasattr(m, "weight")
             for r in readers
         )

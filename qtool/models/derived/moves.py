@@ -37,19 +37,18 @@ def move(
     if keeps and out.numel() == source.numel():
         recorder.value_ids[id(out)] = recorder.value_id(source)
     function = torch.ops.aten.reshape if name in ("view", "_unsafe_view") else func
-    results: list[Facts] = [{} for _ in (out if isinstance(out, (tuple, list)) else [out])]
+    outputs = out if isinstance(out, (tuple, list)) else [out]
+    results: list[Facts] = [{} for _ in outputs]
     for producer, fact in recorder.of(source).items():
         if fact.channels is None:
-            moved: Any = [None] * len(results)
+            moved: Any = [None] * len(outputs)
         else:
             moved = function(fact.channels, *args[1:], **kwargs)
             moved = moved if isinstance(moved, (tuple, list)) else [moved]
         for facts, channels in zip(results, moved, strict=True):
             if channels is None or channels.numel() == 0 or int(channels.max()) >= 0:
                 facts[producer] = fact._replace(channels=channels)
-    for tensor, facts in zip(
-        out if isinstance(out, (tuple, list)) else [out], results, strict=True
-    ):
+    for tensor, facts in zip(outputs, results, strict=True):
         recorder.set(tensor, facts)
 
 

@@ -49,14 +49,14 @@ def leaf_names(model: Any) -> dict[str, tuple[str | None, str, str, bool]]:
 
     found: dict[str, tuple[str | None, str, str, bool]] = {}
     for name, stack in stacks.items():
+        gate: str | None
         gate, up, down = LEAVES
-        if Form.of(stack).gate and len(pair := leaves(name, "gate_up_proj")) == 2:
+        if not Form.of(stack).gate:
+            gate, up = None, next(iter(leaves(name, "up_proj")), up)
+        elif len(pair := leaves(name, "gate_up_proj")) == 2:
             gate, up = pair
-        if not Form.of(stack).gate and (single := leaves(name, "up_proj")):
-            up = single[0]
         single = leaves(name, "down_proj")
-        down = single[0] if single else down
-        found[name] = (gate if Form.of(stack).gate else None), up, down, not single
+        found[name] = gate, up, next(iter(single), down), not single
     return found
 
 

@@ -96,9 +96,9 @@ class RecordedModel:
     @cached_property
     def sizes(self) -> dict[str, Callable[[Any], int]]:
         """Sizes that are numbers of the model itself."""
-        sizes = {"vocab": self.state[f"{self.recorded.embedding}.weight"][0]}
-        sizes["hidden"] = self.state[f"{self.recorded.embedding}.weight"][1]
-        if (rows := self.state[f"{self.recorded.head}.weight"][0]) != sizes["vocab"]:
+        vocabulary, hidden = self.state[f"{self.recorded.embedding}.weight"]
+        sizes = {"vocab": vocabulary, "hidden": hidden}
+        if (rows := self.state[f"{self.recorded.head}.weight"][0]) != vocabulary:
             sizes["head"] = rows  # an embedding may have a row more, for padding
         if positions := self.positions:
             sizes["positions"] = self.state[f"{positions}.weight"][0]
