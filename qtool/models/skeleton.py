@@ -7,7 +7,6 @@ embedding, masks) is transformers' own code.
 import inspect
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,14 +106,6 @@ class _LastBlock(Exception):
     """Ends a forward once all blocks were called."""
 
 
-@dataclass
-class Arguments:
-    """What one block was called with: hidden states, and the other arguments by name."""
-
-    hidden: Tensor | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-
 def bound_arguments(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
@@ -137,19 +128,17 @@ def block_arguments(
         QtoolError: as :func:`~qtool.models.auto.running`.
     """
     blocks: Any = model.get_submodule(family.blocks)
-    seen = [Arguments() for _ in blocks]
+    entered: dict[int, Tensor] = {}
+    others: list[dict[str, Any]] = [{} for _ in blocks]
 
     def recorder(number: int, signature: inspect.Signature) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             bound = bound_arguments(signature, args, kwargs)
-            first, *others = bound
-            kept = {name: bound[name] for name in others if name not in CACHE_ARGUMENTS}
-            seen[number] = Arguments(bound[first], kept)
-            if number == len(seen) - 1:
+            hidden = entered[number] = bound.pop(next(iter(bound)))
+            others[number] = {n: given for n, given in bound.items() if n not in CACHE_ARGUMENTS}
+            if number == len(others) - 1:
                 raise _LastBlock
-            return (
-                (bound[first], *(None,) * (family.returns - 1)) if family.returns else bound[first]
-            )
+            return (hidden, *(None,) * (family.returns - 1)) if family.returns else hidden
 
         return forward
 
@@ -161,6 +150,4 @@ def block_arguments(
     finally:
         for block in blocks:
             del block.forward
-    hidden = seen[0].hidden
-    assert hidden is not None, "a model runs its first block"
-    return hidden, [arguments.kwargs for arguments in seen]
+    return entered[0], others
