@@ -117,6 +117,7 @@ class Output:
     ) -> None:
         self.directory, self.shards = directory, shards
         self.partial = directory.with_name(directory.name + ".partial")
+        self.run = self.partial / RUN  # the run's own files
         self.records: dict[int, dict[str, Any]] = {}
         self.identity = json.loads(json.dumps(identity))
         self.lock: IO[str] | None = None
@@ -145,9 +146,9 @@ class Output:
         if self.partial.exists() and not resume:
             self._remove_refused()
         self.made = [parent for parent in directory.parents if not parent.exists()]
-        (self.partial / RUN).mkdir(parents=True, exist_ok=True)
-        self.lock = lock(self.partial / RUN / LOCK, self.partial)
-        for unfinished in (*self.partial.glob("*.tmp"), *(self.partial / RUN).glob("*.tmp")):
+        self.run.mkdir(parents=True, exist_ok=True)
+        self.lock = lock(self.run / LOCK, self.partial)
+        for unfinished in (*self.partial.glob("*.tmp"), *self.run.glob("*.tmp")):
             unfinished.unlink()  # a killed run left it
         try:
             self._record_or_check_job()
@@ -155,7 +156,7 @@ class Output:
             if not self.continued:
                 self.discard_empty()
             raise
-        (self.partial / RUN / REFUSED).unlink(missing_ok=True)
+        (self.run / REFUSED).unlink(missing_ok=True)
         for shard in range(1, self.shards + 1):
             if record := self._intact(self.path(shard), self._record_path(shard)):
                 self.records[shard] = record
@@ -163,7 +164,7 @@ class Output:
     def _require_own(self) -> None:
         """Refuse an OUT.partial that no run made: what lies there would become the result."""
         partial = self.partial
-        others = partial.is_dir() and any(partial.iterdir()) and not (partial / RUN).is_dir()
+        others = partial.is_dir() and any(partial.iterdir()) and not self.run.is_dir()
         if partial.is_symlink() or partial.is_mount() or others:
             raise QtoolError(
                 f"{partial} is not of an unfinished run, and the result would be made there; move "
@@ -172,11 +173,10 @@ class Output:
 
     def _remove_refused(self) -> None:
         """Remove the files of a refused run; those of an unfinished run are kept."""
-        run = self.partial / RUN
         with contextlib.ExitStack() as locked:
             with contextlib.suppress(OSError):  # no lock file: a run was killed at its start
-                locked.enter_context(lock(run / LOCK, self.partial))
-            if not (run / REFUSED).exists():
+                locked.enter_context(lock(self.run / LOCK, self.partial))
+            if not (self.run / REFUSED).exists():
                 raise QtoolError(
                     f"{self.partial} holds an unfinished run; continue it with --resume or remove"
                     " it"
@@ -187,7 +187,7 @@ class Output:
 
     def _record_or_check_job(self) -> None:
         """Record this run's identity, or check that the unfinished run had the same."""
-        path = self.partial / RUN / JOB
+        path = self.run / JOB
         if path.exists():
             try:
                 before = _read(path)
@@ -207,7 +207,7 @@ class Output:
         return f"model-{shard:05d}-of-{self.shards:05d}.safetensors"
 
     def _record_path(self, shard: int) -> Path:
-        return self.partial / RUN / f"shard-{shard:05d}.json"
+        return self.run / f"shard-{shard:05d}.json"
 
     def _intact(self, path: Path, record_path: Path) -> dict[str, Any] | None:
         """The record of a file of this job if its bytes match the record; else None."""
@@ -284,29 +284,27 @@ class Output:
 
     def kept_names(self, prefix: str) -> list[str]:
         """The names beginning with ``prefix`` that :meth:`keep` has written."""
-        return sorted(path.stem for path in (self.partial / RUN).glob(f"{prefix}*.safetensors"))
+        return sorted(path.stem for path in self.run.glob(f"{prefix}*.safetensors"))
 
     def _kept_paths(self, name: str) -> tuple[Path, Path]:
         """The file of the tensors that :meth:`keep` writes as ``name``, and their record."""
-        directory = self.partial / RUN
-        return directory / f"{name}.safetensors", directory / f"{name}.json"
+        return self.run / f"{name}.safetensors", self.run / f"{name}.json"
 
     def discard_empty(self) -> None:
         """Remove the directory of a run that failed before it had anything to keep."""
         if ranks.rank() > 0 or self.records:
             return
-        run = self.partial / RUN
-        if {path.name for path in run.iterdir()} <= {JOB, LOCK, REFUSED}:
-            for path in run.iterdir():
+        if {path.name for path in self.run.iterdir()} <= {JOB, LOCK, REFUSED}:
+            for path in self.run.iterdir():
                 path.unlink()
             with contextlib.suppress(OSError):  # another rank has just written to it
-                run.rmdir()
+                self.run.rmdir()
                 self.partial.rmdir()
 
     def note_refusal(self) -> None:
         """Let the next run start over, since this one would end for the same reason again."""
         with contextlib.suppress(FileNotFoundError):  # another rank has just discarded it
-            (self.partial / RUN / REFUSED).touch()
+            (self.run / REFUSED).touch()
 
     def finish(
         self, config: dict[str, Any], provenance: dict[str, Any], side_files: Mapping[str, Path]
