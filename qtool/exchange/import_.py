@@ -105,10 +105,11 @@ class Import(Conversion):
     def __init__(self, source: Checkpoint, layout: str | None) -> None:
         self.source, self.foreign = source, import_format_of(source.config)
         model = Architecture(source.config, family_of(source.config))
+        require_sizes(model.family, model.namespace)
         _name_experts(source, model)
         adopt(source, model)
-        shapes = _linears(source, self.foreign)
-        self.plain = _plain(source, self.foreign, shapes)
+        shapes = _linears(source, self.foreign, model)
+        self.plain = _plain(source, self.foreign, model, shapes)
         self.grids = {n: grid_of(source, self.foreign, n, shape) for n, shape in shapes.items()}
         zero_points = any(grid.zero_points for grid in self.grids.values())
         self.formats = {
@@ -117,8 +118,8 @@ class Import(Conversion):
         schemes = Counter(made.scheme for made in self.formats.values())
         self.native = CheckpointFormat(
             schemes.most_common(1)[0][0],
-            _rules(source, self.formats),
-            permuted=_permuted(source, self.grids),
+            _rules(model, self.formats),
+            permuted=_permuted(model, self.grids),
             tower_names=tuple(source.tower_names.items()),
         )
         self.notes: list[str] = []
@@ -219,23 +220,21 @@ def _name_experts(source: Checkpoint, model: Architecture) -> None:
                 source.entries[f"{block}{names.moe}.gate.weight"] = source.entries.pop(router)
 
 
-def _linears(source: Checkpoint, foreign: ImportFormat) -> dict[str, tuple[int, int]]:
+def _linears(
+    source: Checkpoint, foreign: ImportFormat, model: Architecture
+) -> dict[str, tuple[int, int]]:
     """The quantized linears and their ``(N, K)``."""
-    model = family_of(source.config)
-    namespace, linears = model.settings(source.config), {}
-    require_sizes(model, namespace)
-    quantized = {name for tensor in source.entries if (name := foreign.linear_of(tensor))}
-    for block in range(namespace.num_hidden_layers):
-        family = model.at(namespace, block)
-        known = set(family.linears())
-        for part, shape in family.block_shapes(namespace).items():
-            full = f"{family.blocks}.{block}.{part}"
-            name = full.removesuffix(".weight")
-            if name in quantized and part.removesuffix(".weight") in known:
+    linears = {}
+    quantized = set(filter(None, map(foreign.linear_of, source.entries)))
+    for block in range(model.blocks):
+        known = set(model.block_family(block).linears())
+        for tensor, shape in model.block_shapes(block).items():
+            linear = tensor.removesuffix(".weight")
+            if linear in known and (name := model.full(block, linear)) in quantized:
                 linears[name] = (shape[0], shape[1])
     if strange := sorted(quantized - linears.keys()):
         raise QtoolError(
-            f"{strange[0]} is quantized, but is not a linear of {model.name} blocks; "
+            f"{strange[0]} is quantized, but is not a linear of {model.family.name} blocks; "
             f"qtool keeps it plain; {INSTEAD}"
         )
     if not linears:
@@ -248,7 +247,10 @@ def _linears(source: Checkpoint, foreign: ImportFormat) -> dict[str, tuple[int, 
 
 
 def _plain(
-    source: Checkpoint, foreign: ImportFormat, linears: Mapping[str, tuple[int, int]]
+    source: Checkpoint,
+    foreign: ImportFormat,
+    model: Architecture,
+    linears: Mapping[str, tuple[int, int]],
 ) -> set[str]:
     """The names of all tensors outside quantized linears, after a check that none is lost.
 
@@ -258,7 +260,6 @@ def _plain(
     Raises:
         QtoolError: names a tensor that is missing, unknown, or of another shape or dtype.
     """
-    model = Architecture(source.config, family_of(source.config))
     instead = f"refusing to lose it; {INSTEAD}"
     shapes = check_source(source, model, linears, instead=instead)
     require_tied(source, model)
@@ -270,20 +271,17 @@ def _plain(
     return shapes.keys() | {name for name in source.entries if is_left_out(name, model)}
 
 
-def _permuted(source: Checkpoint, grids: Mapping[str, Grid]) -> tuple[str, ...]:
+def _permuted(model: Architecture, grids: Mapping[str, Grid]) -> tuple[str, ...]:
     """Names within a block of the linears that store an input permutation.
 
     They are the linears whose groups are scattered in some block, and all linears that read the
     same input, because serving stacks run these as one linear.
     """
-    model = family_of(source.config)
-    settings = model.settings(source.config)
     permuted: dict[str, None] = {}
     for name in (name for name, grid in grids.items() if grid.order is not None):
-        block, linear = model.place(name)
+        block, linear = model.family.place(name)
         assert block is not None
-        group = model.at(settings, block).group_of(linear)
-        permuted |= dict.fromkeys(group.linears)
+        permuted |= dict.fromkeys(model.block_family(block).group_of(linear).linears)
     return tuple(permuted)
 
 
@@ -313,15 +311,11 @@ def _default_layout(scheme: str) -> str:
     return recipes.load(scheme).layers[0].layout or ROW_MAJOR.name
 
 
-def _rules(source: Checkpoint, formats: Mapping[str, LinearFormat]) -> tuple[Rule, ...]:
+def _rules(model: Architecture, formats: Mapping[str, LinearFormat]) -> tuple[Rule, ...]:
     """One rule if all linears have one format; else rules by name for the rarer formats."""
-    family = family_of(source.config)
-    settings = family.settings(source.config)
     kinds: dict[LinearFormat | None, list[str]] = {}
-    for block in range(settings.num_hidden_layers):
-        for linear in family.at(settings, block).linears():
-            name = f"{family.blocks}.{block}.{linear}"
-            kinds.setdefault(formats.get(name), []).append(name)
+    for name in model.family.all_linears(model.namespace):
+        kinds.setdefault(formats.get(name), []).append(name)
     most = max(kinds, key=lambda kind: len(kinds[kind]))
     named = [
         Rule(f"^({'|'.join(map(re.escape, names))})$", kind)
