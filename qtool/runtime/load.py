@@ -19,7 +19,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from qtool import plugins
 from qtool.errors import QtoolError, in_one_line
 from qtool.io.integrity import require_intact
-from qtool.io.model_directory import require_tokenizer, resolve
+from qtool.io.model_directory import directory_of, require_tokenizer
 from qtool.io.source import Checkpoint, plain_config, read_config
 from qtool.io.source_names import as_on_disk
 from qtool.models import family_of
@@ -136,7 +136,7 @@ def load_as_stored(
 ) -> PreTrainedModel:
     """The model of :func:`load` without merged linears, fused norms and CUDA graphs."""
     plugins.load()  # before the model is made: a plugin may hold its class
-    path = model.directory if isinstance(model, Checkpoint) else _directory(model)
+    path = model.directory if isinstance(model, Checkpoint) else directory_of(model)
     if not (path / "config.json").is_file():
         raise QtoolError(f"{path}: no config.json; expected a model directory")
     cast = None if dtype is None else require_dtype("dtype", dtype)
@@ -244,7 +244,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         QtoolError: if there is none.
     """
-    directory = _directory(model)
+    directory = directory_of(model)
     require_tokenizer(directory)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -261,7 +261,3 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
             "tokenizer there"
         )
     return tokenizer
-
-
-def _directory(model: str | Path) -> Path:
-    return model if isinstance(model, Path) else resolve(model)
