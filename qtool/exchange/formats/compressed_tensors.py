@@ -50,23 +50,12 @@ from qtool.schemes import Params
 
 PACKED, INT = "pack-quantized", "int-quantized"
 TOKEN_FP8 = "fp8 per token"
+PER_TOKEN = {"symmetric": True, "strategy": "token", "dynamic": True}
 #: ``input_activations`` of a config group, by kind of activations
 ACTIVATIONS: dict[str, dict[str, Any] | None] = {
     SIXTEEN_BIT: None,
-    TOKEN_INT8: {
-        "num_bits": 8,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "token",
-        "dynamic": True,
-    },
-    TOKEN_FP8: {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "strategy": "token",
-        "dynamic": True,
-    },
+    TOKEN_INT8: {"num_bits": 8, "type": "int"} | PER_TOKEN,
+    TOKEN_FP8: {"num_bits": 8, "type": "float"} | PER_TOKEN,
 }
 FP8_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 E4M3_MAX = 448.0
