@@ -335,19 +335,13 @@ def _stored(job: Job) -> dict[str, Any]:
 
 def _methods(job: Job) -> dict[str, Any]:
     recipe = job.recipe
-    steps = (*recipe.transforms, recipe.rounding)
-    adapted = {"adaptations": list(recipe.adaptations)} if recipe.adaptations else {}
-    least = (
-        {"min_expert_tokens": recipe.min_expert_tokens}
-        if job.needs_data and job.family.experts
-        else {}
-    )
-    return {
-        "variant": recipe.variant,
-        "methods": [{step.name: dict(step.options)} for step in steps],
-        **least,
-        **adapted,
-    }
+    methods = [{step.name: dict(step.options)} for step in (*recipe.transforms, recipe.rounding)]
+    facts: dict[str, Any] = {"variant": recipe.variant, "methods": methods}
+    if job.needs_data and job.family.experts:
+        facts["min_expert_tokens"] = recipe.min_expert_tokens
+    if recipe.adaptations:
+        facts["adaptations"] = list(recipe.adaptations)
+    return facts
 
 
 def fingerprint(tokens: Sequence[Tensor]) -> str:
