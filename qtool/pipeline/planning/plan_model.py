@@ -49,13 +49,12 @@ def plan_model(
         require_positive("--device-memory", device_memory)
         memory = {"device_memory": device_memory * 1e9}
     samples, config = count_windows(text, options.samples), config_of(model)
+    source = None
     if isinstance(model, str | PathLike):
         if options.repacks(config, recipe, text):
             require_devices(device, gpus)
             return plan_repack(config_directory(model), recipe, options.layout)
         source = _local_source(model)
-    else:
-        source = None
     if source:
         job = job_of(source, recipe, dtype=options.dtype, keep_unknown=options.keep_unknown)
         if job.needs_data and isinstance(text, str | PathLike):
