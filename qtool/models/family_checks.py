@@ -1,5 +1,7 @@
 """Checks a family's declaration, and that a config.json holds the sizes that it is declared in."""
 
+from collections import Counter
+from itertools import chain
 from types import SimpleNamespace
 from typing import get_type_hints
 
@@ -69,62 +71,57 @@ def require_consistent(family: Family) -> None:
     plugins.require_kinds(family, f"family {family.name}", get_type_hints(Family))
     for part in filter(None, (*family.groups, family.attention, family.kv_cache, family.experts)):
         kind = type(part)
-        name = f"family {family.name}: {kind.__name__}"
-        plugins.require_kinds(part, name, get_type_hints(kind))
-    parts = {part for parts in family.fused.values() for part in parts}
-    named = dict.fromkeys(family.biased, "biased")
-    for group in family.groups:
-        for linear in group.linears:
-            if named.get(linear) == "groups":
-                raise QtoolError(f"family {family.name}: {linear} is in two groups")
-        named |= dict.fromkeys(group.linears, "groups")
-        if group.fold is not Fold.NONE:
-            named[group.source] = "source"
-        bias = f"{group.source}.bias"
-        if group.reads_residual and bias in family.tensors and not family.layer_norm:
+        plugins.require_kinds(part, f"family {family.name}: {kind.__name__}", get_type_hints(kind))
+    for linear, count in Counter(family.linears()).items():
+        if count > 1:
+            raise QtoolError(f"family {family.name}: {linear} is in two groups")
+    sources = [group.source for group in family.groups if group.reads_residual]
+    for bias in (f"{norm}.bias" for norm in sources):
+        if bias in family.tensors and not family.layer_norm:
             raise QtoolError(
                 f"family {family.name}: tensors has {bias} of a norm, and layer_norm is False"
             )
-        if group.gate:
-            named[group.gate] = "gate"
     for size, part in {"positions": family.positions, "experts": family.experts}.items():
         if part and size not in family.sizes:
             raise QtoolError(
                 f"family {family.name}: {size} is declared, and sizes has no function {size!r} that"
                 " gives their number"
             )
-    norms: list[str] = []
-    if family.attention:
-        projections = (
-            family.attention.q,
-            family.attention.k,
-            family.attention.v,
-            family.attention.o,
-        )
-        named |= dict.fromkeys(projections, "attention")
-        norms += filter(None, (family.attention.q_norm, family.attention.k_norm))
-        named |= dict.fromkeys(norms, "attention")
-    named |= dict.fromkeys(family.post_norms, "post_norms") | dict.fromkeys(family.fused, "fused")
-    sources = {group.source for group in family.groups if group.reads_residual}
-    for norm, modules in family.readers.items():
+    for norm in family.readers:
         if norm not in sources:
             raise QtoolError(f"family {family.name}: readers names {norm!r}, which no group reads")
-        named |= dict.fromkeys(modules, "readers")
-    for name, where in named.items():
-        if name not in parts and f"{name}.weight" not in family.tensors:
+    rows = {part: words for parts in family.fused.values() for part, words in parts.items()}
+    for name, where in _named(family).items():
+        if name not in rows and f"{name}.weight" not in family.tensors:
             raise QtoolError(
                 f"family {family.name}: {where} names {name!r}, and tensors has no {name}.weight"
             )
     known = {*SIZES, *family.sizes}
-    rows = {part: words for parts in family.fused.values() for part, words in parts.items()}
     for name, shape in {**family.tensors, **rows}.items():
         for word in shape.replace("+", " ").split():
             if whole_number(word) is None and word not in known:
                 raise QtoolError(
                     f"family {family.name}: the size {word!r} of {name}: {suggest(word, known)}"
                 )
+    attention = family.attention
+    norms = list(filter(None, (attention.q_norm, attention.k_norm))) if attention else []
     if len(norms) == 1 and "smooth-attention" not in family.refuses:
         raise QtoolError(
             f"family {family.name}: attention has {norms[0]} on queries or keys alone, which "
             "smooth-attention cannot scale: give refuses a reason for smooth-attention"
         )
+
+
+def _named(family: Family) -> dict[str, str]:
+    """The modules that the declaration names, each with the field that does so."""
+    named = dict.fromkeys(family.biased, "biased") | dict.fromkeys(family.linears(), "groups")
+    for group in family.groups:
+        if group.fold is not Fold.NONE:
+            named[group.source] = "source"
+        if group.gate:
+            named[group.gate] = "gate"
+    if a := family.attention:
+        linears_and_norms = filter(None, (a.q, a.k, a.v, a.o, a.q_norm, a.k_norm))
+        named |= dict.fromkeys(linears_and_norms, "attention")
+    named |= dict.fromkeys(family.post_norms, "post_norms") | dict.fromkeys(family.fused, "fused")
+    return named | dict.fromkeys(chain.from_iterable(family.readers.values()), "readers")
