@@ -17,6 +17,7 @@ from typing import Any
 from qtool.errors import QtoolError
 from qtool.models.parts import Attention, Experts, Heads, KVCache, LinearGroup, RowsOf, of_expert
 from qtool.models.renaming import renamed
+from qtool.models.unsupported import config_class
 from qtool.units import whole_number
 
 #: sizes in config.json: those of every model, those that may be null, and those that only some
@@ -210,8 +211,9 @@ class Family:
         if self.derived:
             return SimpleNamespace(**{**config, **self.defaults})
         model_type = str(config.get("model_type"))
-        sizes, keys = _class_sizes(model_type), _class_keys(model_type).items()
-        mapped = {name: config[key] for name, key in keys if key in config}
+        keys: Mapping[str, str] = getattr(config_class(model_type), "attribute_map", {})
+        mapped = {name: config[key] for name, key in keys.items() if key in config}
+        sizes = _class_sizes(model_type)
         settings = SimpleNamespace(**{**sizes, **self.defaults, **mapped, **config})
         for key in (*REQUIRED, *OPTIONAL):
             value = getattr(settings, key, None)
@@ -376,22 +378,9 @@ def is_size(value: Any) -> bool:
 @cache
 def _class_sizes(model_type: str) -> dict[str, int]:
     """The sizes that transformers assumes if a config.json of ``model_type`` leaves them out."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # loads slowly
-
-    if model_type not in CONFIG_MAPPING:
-        return {}
-    names, of_class = (*REQUIRED, *OPTIONAL, *OF_SOME), CONFIG_MAPPING[model_type]
-    found = {name: getattr(of_class, name, None) for name in names}
+    known = config_class(model_type)
+    found = {name: getattr(known, name, None) for name in (*REQUIRED, *OPTIONAL, *OF_SOME)}
     return {name: size for name, size in found.items() if isinstance(size, int)}
-
-
-def _class_keys(model_type: str) -> Mapping[str, str]:
-    """Keys of config.json by the names that transformers' class of ``model_type`` has for them."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # loads slowly
-
-    if model_type not in CONFIG_MAPPING:
-        return {}
-    return CONFIG_MAPPING[model_type].attribute_map
 
 
 def _each(name: str, count: int) -> range:

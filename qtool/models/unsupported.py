@@ -1,4 +1,6 @@
-"""Explains why a model type has no family here, by transformers' own lists of types."""
+"""transformers' own lists of model types, and why a type has no family here."""
+
+from typing import Any
 
 #: decoders that transformers lists among encoders too
 DECODERS = ("modernbert-decoder",)
@@ -12,13 +14,20 @@ def is_built_in(model_type: str) -> bool:
     return model_type in CONFIG_MAPPING_NAMES
 
 
+def config_class(model_type: str) -> Any:
+    """transformers' class of configs of ``model_type``, or that of a plugin; None if unknown."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING as known  # loads slowly
+
+    return known[model_type] if model_type in known else None  # noqa: SIM401  (get fails)
+
+
 def why_unsupported(model_type: str) -> str:
     """The kind of model that ``model_type`` is, and the reason it cannot be quantized.
 
     Empty for a decoder, whose family can be derived.
     """
     from transformers import __version__
-    from transformers.models.auto import configuration_auto, modeling_auto
+    from transformers.models.auto import modeling_auto
 
     def is_listed(*tasks: str) -> bool:
         lists = (getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in tasks)
@@ -26,9 +35,7 @@ def why_unsupported(model_type: str) -> str:
 
     if is_listed("MASKED_LM") and not is_listed("MULTIMODAL_LM") and model_type not in DECODERS:
         return "an encoder; qtool quantizes decoder-only models"
-    # the mapping, not its names alone: a plugin may have registered the type
-    configs = configuration_auto.CONFIG_MAPPING
-    known = configs[model_type] if model_type in configs else None  # noqa: SIM401  (get fails)
+    known = config_class(model_type)
     if known and known.is_encoder_decoder:
         return ENCODER_DECODER
     if is_listed("MULTIMODAL_LM"):

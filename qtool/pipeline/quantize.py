@@ -25,6 +25,7 @@ from qtool.models import family_of
 from qtool.models.architecture import TEXT_CONFIGS, dtype_name, require_dtype
 from qtool.models.auto import float_config
 from qtool.models.skeleton import empty_model, stays_float32
+from qtool.models.unsupported import config_class
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming.shards import Shards
 from qtool.progress import Display, Progress
@@ -155,9 +156,7 @@ def require_made(directory: Path, job: Job) -> None:
     Raises:
         QtoolError: what transformers says of the config.json in ``directory``.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    if job.config["model_type"] in CONFIG_MAPPING:
+    if config_class(job.config["model_type"]):
         config = float_config(directory)
         if not job.family.derived:  # else its model was made when the family was derived
             empty_model(config)

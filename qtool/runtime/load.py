@@ -13,7 +13,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from qtool import plugins
@@ -27,6 +26,7 @@ from qtool.models.architecture import require_dtype
 from qtool.models.auto import auto_class, config_of, float_config
 from qtool.models.family import Family
 from qtool.models.torch_defaults import torch_defaults
+from qtool.models.unsupported import config_class
 from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 from qtool.runtime.decode import graph_decoding
 from qtool.runtime.device import require_device
@@ -143,7 +143,7 @@ def load_as_stored(
     where, calibrated = require_device(device), kv is not None and require_kv(kv).static
     source = model if isinstance(model, Checkpoint) else None
     config = read_config(path)
-    if config["model_type"] not in CONFIG_MAPPING:
+    if config_class(config["model_type"]) is None:
         family_of(config)  # its error names the plugins that the checkpoint was made with
     if source is None and plain_config(config)[1]:
         source = Checkpoint(path)
