@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 from qtool.errors import QtoolError
@@ -128,14 +127,20 @@ def _formats(
     model = family_of(config)
     _require_known(target, model)
     target.require_model(config)
+    if tensor_parallel > 1 and not target.tensor_parallel:
+        raise QtoolError(
+            f"{target.name}: its loader runs on one GPU; --tensor-parallel {tensor_parallel} is "
+            "impossible"
+        )
     namespace = model.settings(config)
     formats: dict[str, LinearFormat | None] = dict.fromkeys(model.other_linears)
     for block in range(int(namespace.num_hidden_layers)):
         family = model.at(namespace, block)
         shapes = family.block_shapes(namespace)
-        ranks = _ranks(target, family, namespace, tensor_parallel)
+        ranks = family.tensor_parallel(namespace, tensor_parallel)
+        prefix = f"{family.blocks}.{block}."
         for linear in family.linears():
-            name = f"{family.blocks}.{block}.{linear}"
+            name = prefix + linear
             formats[name] = found = checkpoint_format.of(name)
             if found is None:
                 continue
@@ -155,10 +160,10 @@ def _formats(
             _require_share(target, name, found, shape, cuts, tensor_parallel)
         routers = (router for readers in family.readers.values() for router in readers)
         beside = (*routers, *family.unquantized)
-        formats |= dict.fromkeys((f"{family.blocks}.{block}.{name}" for name in beside), None)
+        formats |= dict.fromkeys(prefix + name for name in beside)
         for names in joined_in_block(family).values():
-            fused_shards_agree(formats, [f"{family.blocks}.{block}.{linear}" for linear in names])
-        _require_experts(target, family, f"{family.blocks}.{block}.", formats)
+            fused_shards_agree(formats, [prefix + linear for linear in names])
+        _require_experts(target, family, prefix, formats)
     _require_uniform(target, formats)
     return formats
 
@@ -214,21 +219,6 @@ def _require_scheme(target: ExportFormat, name: str, found: LinearFormat) -> Non
         f"{name}: {target.name} cannot express {found.scheme} with group size "
         f"{size_text(found.group_size)}; it takes {accepted}"
     )
-
-
-def _ranks(
-    target: ExportFormat, family: Family, namespace: SimpleNamespace, ranks: int
-) -> dict[str, tuple[int, int]]:
-    """The number of parts that each linear's N and K are split into.
-
-    Raises:
-        QtoolError: the loader cannot split, or the heads do not divide.
-    """
-    if ranks > 1 and not target.tensor_parallel:
-        raise QtoolError(
-            f"{target.name}: its loader runs on one GPU; --tensor-parallel {ranks} is impossible"
-        )
-    return family.tensor_parallel(namespace, ranks)
 
 
 def _require_uniform(target: ExportFormat, formats: Formats) -> None:
