@@ -88,11 +88,9 @@ def _delta(result: TaskResult, base: TaskResult, metric: str) -> Delta:
     _check_same(result, base)
     new, old = result.metrics[metric], base.metrics[metric]
     is_log = result.kind == "perplexity" or metric.startswith("log_")
-    change = new.value - old.value
+    change, changes = new.value - old.value, item_changes(result, base, metric)
     if result.kind == "perplexity":
         change = (result.details["nll"] - base.details["nll"]) / result.details["tokens"]
-    changes = item_changes(result, base, metric)
-    if result.kind == "perplexity":
         changes = batch_means(changes)
     stderr, freedom = standard_error(changes), max(0, len(changes) - 1)
     if not changes and new.stderr is not None and old.stderr is not None:

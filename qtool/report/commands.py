@@ -135,13 +135,8 @@ def recipe_file(report: Report) -> str:
 def _layer(rule: dict[str, Any]) -> dict[str, Any]:
     if not rule["scheme"]:
         return {"match": rule["match"], "scheme": None}
-    group = rule["group_size"] or "channel"
-    return {
-        "match": rule["match"],
-        "scheme": rule["scheme"],
-        "group_size": group,
-        "layout": rule["layout"],
-    }
+    named = {key: rule[key] for key in ("match", "scheme", "group_size", "layout")}
+    return named | {"group_size": rule["group_size"] or "channel"}
 
 
 def _is_built_in(report: Report, layers: list[dict[str, Any]]) -> bool:
