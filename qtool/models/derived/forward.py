@@ -1,7 +1,7 @@
 """One forward of transformers' model of a config, recorded (:mod:`.recorder`)."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
@@ -63,13 +63,14 @@ def _recorded(model: Any, text: str) -> Recorded:
     found.like = _alike(run, model.get_submodule(blocks))
     passing = Passing(recorder, blocks)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(Calls(found, recorder, passing, names).watched())
-            stack.enter_context(_weights_watched(recorder, names))
-            stack.enter_context(on_random_numbers(names))
-            ids = few_ids(run)
-            recorder.produce(IDS, ids)
-            stack.enter_context(recorder)
+        ids = few_ids(run)
+        recorder.produce(IDS, ids)
+        with (
+            Calls(found, recorder, passing, names).watched(),
+            _weights_watched(recorder, names),
+            on_random_numbers(names),
+            recorder,
+        ):
             run(input_ids=ids, use_cache=False)
         found.reads_ids |= IDS in recorder.trace.escapes
         used = [name for name in passing.places if _uses(found.trace, name)]
