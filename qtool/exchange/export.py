@@ -164,12 +164,10 @@ class _Export(Conversion):
             with checking(owner):
                 made = self.target.tensors(self.formats[owner], codes, params)
                 stored = dict(self._linear(owner, made))
-            prefix = f"{self.family.disk_name(owner)}."
-            parts = {part.removeprefix(prefix): tensor for part, tensor in stored.items()}
-            ours, before = linear.dequantize(), [tensor._version for tensor in parts.values()]
-            theirs = self.target.weight(self.formats[owner], parts, *codes.shape)
+            ours, before = linear.dequantize(), [tensor._version for tensor in made.values()]
+            theirs = self.target.weight(self.formats[owner], made, *codes.shape)
             require_returned(self.target, "weight", theirs, Tensor, f" for {owner}", ours.shape)
-            if before != [tensor._version for tensor in parts.values()]:
+            if before != [tensor._version for tensor in made.values()]:
                 raise QtoolError(f"{self.target.name}: weight changes the tensors that it is given")
             norm = float(ours.norm().clamp(min=1e-30))
             # in place of ours: theirs may be one of the tensors that are written

@@ -135,8 +135,7 @@ class PackedLinears:
 
     def linears(self) -> Iterator[str]:
         """Full names of all linears of the blocks, in 16 bits or packed."""
-        for block, linears in enumerate(self._linears):
-            yield from (f"{self.family.blocks}.{block}.{linear}" for linear in linears)
+        return self.family.all_linears(self.settings)
 
     def shape(self, name: str) -> tuple[int, int]:
         """``(N, K)`` of the linear ``name``."""
