@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from unittest.mock import patch
 
 from qtool.errors import in_one_line
 
@@ -36,12 +37,9 @@ def offline() -> Iterator[None]:
     import datasets.config
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    try:
+    name = "HF_HUB_OFFLINE"
+    with patch.object(constants, name, True), patch.object(datasets.config, name, True):
         yield
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def access() -> AbstractContextManager[None]:
