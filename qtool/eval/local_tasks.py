@@ -54,10 +54,10 @@ FORMS: dict[frozenset[str], dict[str, Any]] = {
 }
 #: tasks whose prompts in lm-eval end with "\nAnswer:"
 ENDS_WITH_ANSWER = {"piqa", "arc_easy", "arc_challenge"}
-AGGREGATION = {
-    "acc": ("mean", True),
-    "acc_norm": ("mean", True),
-    "perplexity": ("perplexity", False),
+METRICS = {
+    "acc": {"aggregation": "mean", "higher_is_better": True},
+    "acc_norm": {"aggregation": "mean", "higher_is_better": True},
+    "perplexity": {"aggregation": "perplexity", "higher_is_better": False},
 }
 
 
@@ -156,21 +156,13 @@ def build(
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
-    metric_list = [
-        {
-            "metric": metric,
-            "aggregation": AGGREGATION[metric][0],
-            "higher_is_better": AGGREGATION[metric][1],
-        }
-        for metric in metrics
-    ]
     data = {"test": Dataset.from_list(rows)}
     return ConfigurableTask(
         config={
             "task": name,
             "custom_dataset": lambda **_: data,
             "test_split": "test",
-            "metric_list": metric_list,
+            "metric_list": [{"metric": metric} | METRICS[metric] for metric in metrics],
             "metadata": {"version": 1.0},
             **config,
         }
