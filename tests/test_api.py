@@ -314,7 +314,7 @@ def test_calibration_data_goes_on_as_it_is(
         given.append(text)
         return Calibration([torch.ones(1, 16, dtype=torch.long)], {"samples": 1})
 
-    monkeypatch.setattr(calibration_windows, "windows_of", cut)
+    monkeypatch.setattr(calibration_windows, "Windows", cut)
     qtool.quantize(make_model(), "w8a8", calibration=data, out=tmp_path / "out")
     assert len(given) == 1 and given[0] is data
 

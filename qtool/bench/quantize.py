@@ -14,7 +14,7 @@ from qtool.io.integrity import RECORD, read_record
 from qtool.io.run_record import record_path
 from qtool.io.safetensors import write_json
 from qtool.io.source import Checkpoint
-from qtool.pipeline.calibration_windows import windows_of
+from qtool.pipeline.calibration_windows import Windows
 from qtool.pipeline.free_memory import gpu_memory
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions
@@ -161,7 +161,7 @@ def run(
     if job.needs_data:
         tokens = random_tokens(job.namespace.vocab_size, samples, seqlen).tokens
         options = QuantizeOptions(samples=samples, seqlen=seqlen)
-        calibration = windows_of(checkpoint, job, torch.cat(list(tokens)), options, device)
+        calibration = Windows(checkpoint, job, torch.cat(list(tokens)), options, device)
     shutil.rmtree(out, ignore_errors=True)
     ceilings = measure(checkpoint, out.parent, torch.device(device))
     if cuda:

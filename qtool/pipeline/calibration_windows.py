@@ -8,7 +8,7 @@ directory, so that a resumed run reads them.
 import gc
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -50,49 +50,41 @@ STORED = "windows"
 JOURNAL_BYTES = 4 << 30
 
 
-def windows_of(
-    source: Checkpoint, job: Job, text: CalibrationMix, options: QuantizeOptions, device: str
-) -> "Windows":
-    """The calibration windows of ``text``, drawn when a run starts.
+class Windows:
+    """Calibration windows, drawn when a run starts (:meth:`for_run`) or by :attr:`drawn`.
 
     Args:
         text: a corpus's name, a file, texts, token ids or a data set
             (:mod:`qtool.data.calibration_input`), or a mix of them (:mod:`qtool.data.mix`).
         options: ``samples``, ``seqlen``, ``seed`` and ``data_dir`` are used.
 
-    Raises:
-        QtoolError: ``text`` is no calibration data.
-    """
-    parts = parse_mix(text, options.samples, data_dir=options.data_dir)
-    return Windows(source, job, parts, options.seqlen, options.seed, device)
-
-
-class Windows:
-    """Calibration windows, drawn when a run starts (:meth:`for_run`) or by :attr:`drawn`.
-
     Attributes:
         facts: the data by its content and the user's choices, which identify an unfinished run;
             those of :attr:`drawn` and :meth:`for_run` name the data and describe what was found.
         output: the run in whose directory a continuation keeps its journal; None before
             :meth:`for_run`, so that windows drawn without a run keep none.
+
+    Raises:
+        QtoolError: ``text`` is no calibration data.
     """
 
     def __init__(
         self,
         source: Checkpoint,
         job: Job,
-        parts: Sequence[Part],
-        seqlen: int,
-        seed: int,
+        text: CalibrationMix,
+        options: QuantizeOptions,
         device: str,
     ) -> None:
-        self.source, self.job, self.parts, self.device = source, job, parts, torch.device(device)
-        self.requested_seqlen, self.seed = seqlen, seed
-        rows = [part.data.ids for part in parts if isinstance(part.data, TokenIds)]
-        self.seqlen = min([job.window(seqlen), *(ids.shape[1] for ids in rows if ids.dim() == 2)])
+        self.source, self.job, self.device = source, job, torch.device(device)
+        self.parts = parse_mix(text, options.samples, data_dir=options.data_dir)
+        self.requested_seqlen, self.seed = options.seqlen, options.seed
+        rows = [part.data.ids for part in self.parts if isinstance(part.data, TokenIds)]
+        given = [ids.shape[1] for ids in rows if ids.dim() == 2]
+        self.seqlen = min([job.window(options.seqlen), *given])
         self.output: Output | None = None
-        self.how = {"seqlen": self.seqlen, "seed": seed, "windows": job.recipe.windows}
-        taken = [{"content": part.content, "samples": part.samples} for part in parts]
+        self.how = {"seqlen": self.seqlen, "seed": self.seed, "windows": job.recipe.windows}
+        taken = [{"content": part.content, "samples": part.samples} for part in self.parts]
         self.facts: dict[str, Any] = {"parts": taken, **self.how}
 
     @cached_property

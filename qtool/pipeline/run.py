@@ -48,7 +48,7 @@ def run(
     options change nothing but its layout (:meth:`QuantizeOptions.repacks`).
 
     Args:
-        text: the calibration text, as :func:`qtool.pipeline.calibration_windows.windows_of` takes
+        text: the calibration text, as :func:`qtool.pipeline.calibration_windows.Windows` takes
             it; by default ``wikitext2``, and for the demo its own.
         export_format: a format for a later export: what it cannot express is refused before any
             work, and so is a directory ``OUT-FORMAT`` that exists.
@@ -82,10 +82,10 @@ def run(
     calibration = None
     if job.needs_data:
         # the module imports text generation, which takes seconds
-        from qtool.pipeline.calibration_windows import windows_of
+        from qtool.pipeline.calibration_windows import Windows
 
         given = default_text(directory) if text is None else text
-        calibration = windows_of(source, job, given, options, device)
+        calibration = Windows(source, job, given, options, device)
     quantize(
         source,
         recipe,

@@ -20,7 +20,7 @@ from qtool.io.check_source import require_tied
 from qtool.io.safetensors import write_json, write_text
 from qtool.io.source import Checkpoint
 from qtool.models.torch_defaults import torch_defaults
-from qtool.pipeline.calibration_windows import windows_of
+from qtool.pipeline.calibration_windows import Windows
 from qtool.pipeline.free_memory import host_memory
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions
@@ -70,7 +70,7 @@ def write_recipe(
     methods = recipes.load(least.scheme, default=recipe)  # a registered recipe may lack it
     job = job_of(source, replace(methods, layers=least.layers))
     require_tied(source, job)
-    windows = windows_of(
+    windows = Windows(
         source,
         replace(job, recipe=replace(job.recipe, windows=GIVEN)),
         default_text(directory) if text is None else text,

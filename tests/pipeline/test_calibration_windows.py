@@ -23,7 +23,7 @@ from qtool.io.model_directory import DEMO
 from qtool.io.source import Checkpoint
 from qtool.models.auto import text_model
 from qtool.pipeline import calibration_windows as calibration_text
-from qtool.pipeline.calibration_windows import OutputJournal, Windows, windows_of
+from qtool.pipeline.calibration_windows import OutputJournal, Windows
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions, RecipeOverrides
 from qtool.pipeline.planning import memory as planning_memory
@@ -52,7 +52,7 @@ def asked(
 ) -> Windows:
     source = Checkpoint(DEMO)
     job = Job.of(source.config, RecipeOverrides(**overrides).recipe("w4a16", recipe))
-    return windows_of(source, job, given, QuantizeOptions(samples=samples, seqlen=seqlen), "cpu")
+    return Windows(source, job, given, QuantizeOptions(samples=samples, seqlen=seqlen), "cpu")
 
 
 def cut(recipe: str, *given: Any, **wishes: Any) -> Calibration:
@@ -112,7 +112,7 @@ def run(model: Path, out: Path, **options: Any) -> Path:
     """A run that calibrates on continued token ids: a model without a tokenizer."""
     source, recipe = Checkpoint(model), recipes.parse(SMOOTHED, "test")
     drawn_by = QuantizeOptions(samples=2, seqlen=16)
-    windows = windows_of(source, Job.of(source.config, recipe), torch.arange(200), drawn_by, "cpu")
+    windows = Windows(source, Job.of(source.config, recipe), torch.arange(200), drawn_by, "cpu")
     return quantize(source, recipe, out, calibration=windows, **options)
 
 
