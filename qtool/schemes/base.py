@@ -21,6 +21,7 @@ from qtool.errors import CheckFailed, QtoolError
 from qtool.schemes.arithmetic import range_triton
 from qtool.schemes.arithmetic.activation import Activation
 from qtool.schemes.arithmetic.grid import Grid
+from qtool.schemes.arithmetic.launch_triton import triton_runs_on
 
 Params = dict[str, Tensor]
 #: the factor of a range; one below 0 gives a scale below 0 (:attr:`Scheme.negative_scales`)
@@ -250,7 +251,7 @@ class Scheme(ABC):
         Raises:
             QtoolError: for NaN or Inf weights, or K not divisible by the group size.
         """
-        if self.sparsity is None and range_triton.runs_on(weight):
+        if self.sparsity is None and triton_runs_on(weight):
             low, high = range_triton.group_range(self.groups(weight))
         else:
             shape = self.groups(weight).shape[:2]

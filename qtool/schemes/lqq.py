@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qtool.schemes import lqq_triton
+from qtool.schemes.arithmetic.launch_triton import triton_runs_on
 from qtool.schemes.base import ClipRatio, Grid, Params, require
 from qtool.schemes.two_level import PROTECTIVE_MAX, TwoLevel, fit_level1, quantize_level1
 
@@ -30,7 +31,7 @@ class LiquidQuant(TwoLevel):
     def fit_range(
         self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
     ) -> Params:
-        if lqq_triton.runs_on(low):
+        if triton_runs_on(low):
             fitted = lqq_triton.fit(low, high, clip, group_clip, self.scale_dtype)
             return dict(zip(("s1", "s2", "offset"), fitted, strict=True))
         s1 = fit_level1(low, high, clip, self.scale_dtype)
@@ -65,12 +66,12 @@ class LiquidQuant(TwoLevel):
         return q8.add_(params["offset"].float()[..., None] - 128).flatten(1)
 
     def fake_weight(self, weight: Tensor, params: Params) -> Tensor:
-        if lqq_triton.runs_on(weight):
+        if triton_runs_on(weight):
             return lqq_triton.fake(weight, params["s1"], params["s2"], params["offset"], less=False)
         return super().fake_weight(weight, params)
 
     def weight_error(self, weight: Tensor, params: Params) -> Tensor:
-        if lqq_triton.runs_on(weight):
+        if triton_runs_on(weight):
             return lqq_triton.fake(weight, params["s1"], params["s2"], params["offset"], less=True)
         return super().weight_error(weight, params)
 

@@ -91,11 +91,6 @@ if find_spec("triton"):
             tl.store(offset_ptr + at, (low + 128.0).to(tl.uint8), inside)
 
 
-def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can take ``weight``; a GPU without triton uses torch's."""
-    return weight.is_cuda and find_spec("triton") is not None
-
-
 def fit(
     low: Tensor,
     high: Tensor,

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from qtool.schemes.arithmetic.launch_triton import launch
+from qtool.schemes.arithmetic.launch_triton import launch, triton_runs_on
 
 #: elements that one program holds at a time, and the widest group, which one program holds whole
 ELEMENTS, WIDEST = 2048, 16384
@@ -55,9 +55,9 @@ if find_spec("triton"):
 
 
 def runs_on(x: Tensor) -> bool:
-    """Whether the fused kernel can take groups ``x [..., group]``; else torch's operations run."""
+    """Whether the fused kernel can take groups ``x [..., group]``."""
     fits = x.shape[-1] <= WIDEST and x.is_contiguous() and x.dtype in (torch.float16, torch.float32)
-    return x.is_cuda and fits and find_spec("triton") is not None
+    return fits and triton_runs_on(x)
 
 
 def to_gradient(x: Tensor, ranges: bool) -> Tensor:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from qtool.schemes.arithmetic.launch_triton import launch
+from qtool.schemes.arithmetic.launch_triton import launch, triton_runs_on
 
 #: channels of a row that one program holds in registers
 LARGEST_ROW = 32768
@@ -31,11 +31,8 @@ if find_spec("triton"):
 
 
 def runs_on(x: Tensor, size: int) -> bool:
-    """Whether the fused kernel can take rows of ``size`` channels.
-
-    Otherwise torch's operations run.
-    """
-    return x.is_cuda and size <= LARGEST_ROW and find_spec("triton") is not None
+    """Whether the fused kernel can take rows of ``size`` channels."""
+    return size <= LARGEST_ROW and triton_runs_on(x)
 
 
 def fake(x: Tensor, size: int, top: int) -> Tensor:

@@ -1,5 +1,6 @@
-"""How this package's Triton kernels are launched."""
+"""When and how this package's Triton kernels are launched."""
 
+from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
@@ -7,6 +8,11 @@ import torch
 from torch import Tensor
 
 _LAUNCHING = Lock()
+
+
+def triton_runs_on(tensor: Tensor) -> bool:
+    """Whether Triton kernels run where ``tensor`` is; otherwise torch's operations do."""
+    return tensor.is_cuda and find_spec("triton") is not None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *rest: Any, **options: Any) -> None:

@@ -36,11 +36,6 @@ if find_spec("triton"):
         tl.store(high_ptr + at, high + bad, there)
 
 
-def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can take ``weight``; otherwise torch's operations run."""
-    return weight.is_cuda and find_spec("triton") is not None
-
-
 def group_range(groups: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and largest ``[N, G]`` float32 of ``groups [N, G, g]``.
 

@@ -521,7 +521,7 @@ def test_candidates_tried_together_are_those_tried_one_by_one(
             own.repeat(len(grid.step) // len(own), 1, 1), importance, grid
         )
 
-    monkeypatch.setattr(clip_search.group_error_triton, "runs_on", lambda _: True)
+    monkeypatch.setattr(clip_search, "triton_runs_on", lambda _: True)
     monkeypatch.setattr(clip_search.group_error_triton, "group_error", of_all)
     for at_once in (1, 3 * 6 * groups, 1 << 24):
         monkeypatch.setattr(clip_search, "AT_ONCE", at_once)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from qtool.calibration.rounding.distill import straight_through_triton
 from qtool.calibration.rounding.rounded import Rounded, arranged
 from qtool.calibration.rounding.scales import float_scale
+from qtool.schemes.arithmetic.launch_triton import triton_runs_on
 from qtool.schemes.base import Grid, Params, Scheme, stored_scale
 
 #: a learned weight starts at most this many steps from the value of its code: below 1/2, so that it
@@ -168,7 +169,7 @@ class StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(steps, step, keep)
         ctx.grid, ctx.per_group = grid, gain.shape
-        if straight_through_triton.runs_on(steps):
+        if triton_runs_on(steps):
             return straight_through_triton.value(steps, step, grid, dtype).flatten(1)
         return grid.value(grid.nearest(steps * step)).flatten(1).to(dtype)
 
@@ -176,7 +177,7 @@ class StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         steps, step, keep = ctx.saved_tensors
         find = straight_through
-        if straight_through_triton.runs_on(steps):
+        if triton_runs_on(steps):
             find = straight_through_triton.gradients
         gradient = gradients[0].view(steps.shape)
         to_steps, to_gain, to_shift = find(steps, step, keep, gradient, ctx.grid)

@@ -75,11 +75,6 @@ if find_spec("triton"):
             tl.store(shift_ptr + at, tl.sum(shift, 1), there)
 
 
-def runs_on(steps: Tensor) -> bool:
-    """Whether the fused kernel can take ``steps``; a GPU without triton uses torch's."""
-    return steps.is_cuda and find_spec("triton") is not None
-
-
 def value(steps: Tensor, step: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
     """The values in ``dtype`` nearest to a weight on ``grid``.
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qtool.calibration.rounding.gptq import group_error_triton
 from qtool.schemes.arithmetic.grid import Grid
+from qtool.schemes.arithmetic.launch_triton import triton_runs_on
 from qtool.schemes.base import ClipRatio, Params, Scheme, require_finite
 
 #: most groups, over all candidates, in one kernel launch on a GPU: a launch for each candidate
@@ -47,7 +48,7 @@ def fit_groups(
     # a group of channels that were never active is rounded to nearest, as in Factor
     importance = torch.where(importance.sum(-1, keepdim=True) > 0, importance, 1.0)
     error_of, many = group_error, 1
-    if group_error_triton.runs_on(weight):
+    if triton_runs_on(weight):
         error_of, many = group_error_triton.group_error, max(1, AT_ONCE // low.numel())
     best = torch.full_like(low, torch.inf)
     ratio = torch.ones_like(low)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qtool.calibration.rounding.gptq import columns_triton
 from qtool.calibration.stacking import stack
+from qtool.schemes.arithmetic.launch_triton import triton_runs_on
 from qtool.schemes.base import Grid
 
 #: columns rounded on a CPU before the rest of the weight gets their errors
@@ -47,7 +48,7 @@ def sweep(
     Returns:
         Codes ``[E, N, K]``, integral, in weight's dtype or, on a GPU, int16.
     """
-    if columns_triton.runs_on(weight):
+    if triton_runs_on(weight):
         arguments = weight, error, feedback, grid, group
         return columns_triton.sweep(*arguments, causal=causal, keep=keep, panel=panel)
     codes, panel = torch.empty_like(weight), panel or PANEL

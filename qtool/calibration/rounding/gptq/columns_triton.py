@@ -109,11 +109,6 @@ if find_spec("triton"):
             tl.store(change_ptr + row * B + column[None, :], change, inside)
 
 
-def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can round ``weight``; without triton torch's operations run."""
-    return weight.is_cuda and weight.dtype == torch.float32 and find_spec("triton") is not None
-
-
 @tensor_cores()
 def sweep(
     weight: Tensor,

@@ -58,11 +58,6 @@ if find_spec("triton"):
         tl.store(error_ptr + at, tl.sum(total, 1), there)
 
 
-def runs_on(weight: Tensor) -> bool:
-    """Whether the fused kernel can take ``weight``; otherwise torch's operations run."""
-    return weight.is_cuda and weight.dtype == torch.float32 and find_spec("triton") is not None
-
-
 def group_error(groups: Tensor, importance: Tensor, grid: Grid) -> Tensor:
     """``clip_search.group_error`` ``[C E N, G]`` of C candidates, for grids of C E N rows."""
     n, count, size = len(grid.step), *groups.shape[1:]
