@@ -32,8 +32,7 @@ class LiquidQuant(TwoLevel):
         self, low: Tensor, high: Tensor, *, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
     ) -> Params:
         if triton_runs_on(low):
-            fitted = lqq_triton.fit(low, high, clip, group_clip, self.scale_dtype)
-            return dict(zip(("s1", "s2", "offset"), fitted, strict=True))
+            return lqq_triton.fit(low, high, clip, group_clip, self.scale_dtype)
         s1 = fit_level1(low, high, clip, self.scale_dtype)
         low = torch.round(quantize_level1(low, s1) * group_clip)
         high = torch.round(quantize_level1(high, s1) * group_clip)
@@ -67,12 +66,12 @@ class LiquidQuant(TwoLevel):
 
     def fake_weight(self, weight: Tensor, params: Params) -> Tensor:
         if triton_runs_on(weight):
-            return lqq_triton.fake(weight, params["s1"], params["s2"], params["offset"], less=False)
+            return lqq_triton.fake(weight, params, less=False)
         return super().fake_weight(weight, params)
 
     def weight_error(self, weight: Tensor, params: Params) -> Tensor:
         if triton_runs_on(weight):
-            return lqq_triton.fake(weight, params["s1"], params["s2"], params["offset"], less=True)
+            return lqq_triton.fake(weight, params, less=True)
         return super().weight_error(weight, params)
 
     def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qtool.schemes.arithmetic.launch_triton import launch
-from qtool.schemes.base import scale_bounds
+from qtool.schemes.base import ClipRatio, Params, scale_bounds
 
 #: elements of one program, and groups of a row that a program handles at a time
 TILE, FIT_TILE = 2048, 128
@@ -92,13 +92,9 @@ if find_spec("triton"):
 
 
 def fit(
-    low: Tensor,
-    high: Tensor,
-    clip: Tensor | float,
-    group_clip: Tensor | float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``s1 [N]`` in ``dtype``, ``s2`` and ``offset [N, G]`` u8 of ranges ``[N, G]`` float32."""
+    low: Tensor, high: Tensor, clip: ClipRatio, group_clip: ClipRatio, dtype: torch.dtype
+) -> Params:
+    """The parameters of ranges ``[N, G]`` float32, with scales ``s1`` in ``dtype``."""
     n, groups = low.shape
     by_row, by_group = isinstance(clip, Tensor), isinstance(group_clip, Tensor)
     clips = clip.expand(n).float().contiguous() if isinstance(clip, Tensor) else low
@@ -126,14 +122,15 @@ def fit(
         TILE=FIT_TILE,
         enable_fp_fusion=False,
     )
-    return s1, s2, offset
+    return {"s1": s1, "s2": s2, "offset": offset}
 
 
-def fake(weight: Tensor, s1: Tensor, s2: Tensor, offset: Tensor, less: bool) -> Tensor:
+def fake(weight: Tensor, params: Params, *, less: bool) -> Tensor:
     """The rounded ``weight [N, K]`` in float32, ``less`` the weight itself if wanted."""
     weight, n, k = weight.contiguous(), *weight.shape
     out = torch.empty(n, k, dtype=torch.float32, device=weight.device)
-    inputs, groups = [t.contiguous() for t in (s1, s2, offset)], s2.shape[1]
+    inputs = [params[name].contiguous() for name in ("s1", "s2", "offset")]
+    groups = params["s2"].shape[1]
     launch(
         _fake,
         (triton.cdiv(n * k, TILE),),
