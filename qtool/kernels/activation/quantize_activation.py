@@ -87,8 +87,15 @@ class QuantizeActivation(NamedTuple):
         )
 
     def read(self) -> Tensor:
-        """y ``[M, K]`` in x's dtype, before it is rotated."""
-        return fused(self.x, self.order, self.norm, self.fusion, self.epsilon)
+        """y ``[M, K]`` in x's dtype, as the unfused model computes it, before it is rotated."""
+        y = self.x
+        if self.fusion == "rms-norm":
+            assert self.norm is not None
+            y = rms_norm(y.float(), self.norm, self.epsilon)
+        elif self.fusion == "silu-up":
+            gate, up = y.chunk(2, dim=-1)
+            y = silu(gate) * up
+        return y if self.order is None else y[:, self.order.long()]
 
     def reference(self) -> tuple[Tensor, Tensor, Tensor]:
         y = self.read()
@@ -134,20 +141,6 @@ def require_inputs(
     require_tensors(op, x.device, expected)
     if norm is not None and order is None:  # eight weights are read at once
         require_aligned(op, "norm", norm)
-
-
-def fused(
-    x: Tensor, order: Tensor | None, norm: Tensor | None, fusion: str, epsilon: float
-) -> Tensor:
-    """The values to quantize, ``[M, K]`` in x's dtype, as the unfused model computes them."""
-    y = x
-    if fusion == "rms-norm":
-        assert norm is not None
-        y = rms_norm(x.float(), norm, epsilon)
-    elif fusion == "silu-up":
-        gate, up = x.chunk(2, dim=-1)
-        y = silu(gate) * up
-    return y if order is None else y[:, order.long()]
 
 
 def rms_norm(wide: Tensor, norm: Tensor, epsilon: float) -> Tensor:

@@ -21,8 +21,8 @@ from qtool.kernels.activation.arrangement import ARRANGEMENTS, SPAN, arrange
 from qtool.kernels.activation.quantize_activation import (
     FUSIONS,
     IN_REGISTERS,
+    QuantizeActivation,
     RowPlan,
-    fused,
     require_inputs,
     row_definition,
 )
@@ -101,7 +101,7 @@ class QuantizeActivationGroups(NamedTuple):
     def reference(self) -> tuple[Tensor, Tensor]:
         blocks = self.eight_bit
         top: Tensor | int = 7 if blocks is None else torch.where(blocks.bool(), 127, 7)
-        y = fused(self.x, self.order, self.norm, self.fusion, self.epsilon)
+        y = QuantizeActivation(self.x, self.order, self.norm, self.fusion, self.epsilon).read()
         y = rotate(y) if self.rotated else y
         codes, found = quantize_groups(y, self.group_size or self.k, top)
         scale = self.empty_scale().fill_(1.0)
