@@ -16,14 +16,13 @@ rows are 16 N bytes apart in global memory), and a vector holds its 32 inputs in
 fragment needs eight consecutive inputs per lane.
 
 Examples:
+    >>> import torch
     >>> byte, nibble = APEX4.address(torch.tensor(3), torch.tensor(32 + 13), (8, 64))
     >>> int(byte), int(nibble)  # vector (1, 3) of 8 columns; input 13 is nibble 5 of word 1
     (182, 1)
     >>> 16 * (1 * 8 + 3) + 4 * 1 + 5 // 2
     182
 """
-
-import torch  # noqa: F401  (the doctest's)
 
 from qtool.layouts.digit_layout import DigitLayout
 

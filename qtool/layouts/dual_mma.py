@@ -10,14 +10,13 @@ Level-2 parameters have the order of the threads: ``[N / 64, G, 64]``, with the 
 a thread adjacent.
 
 Examples:
+    >>> import torch
     >>> byte, nibble = DUAL_MMA.address(torch.tensor(9), torch.tensor(38), (64, 64))
     >>> int(byte), int(nibble)  # row 9: w=0 h=1 q=1; column 38: step 1, j=0, c=1, b=2
     (86, 1)
     >>> 16 * (4 * 1 + 1) + 4 * (2 * 0 + 1) + 2
     86
 """
-
-import torch  # noqa: F401  (the doctest's)
 
 from qtool.layouts.digit_layout import DigitLayout
 

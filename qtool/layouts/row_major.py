@@ -1,12 +1,11 @@
 """row-major: the reference layout. Two codes a byte along K, the even column in the low nibble.
 
 Examples:
+    >>> import torch
     >>> byte, nibble = ROW_MAJOR.address(torch.tensor(1), torch.tensor(5), (2, 8))
     >>> int(byte), int(nibble)
     (6, 1)
 """
-
-import torch  # noqa: F401  (the doctest's)
 
 from qtool.layouts.digit_layout import DigitLayout
 

@@ -25,13 +25,12 @@ The paper leaves these points open; here they are fixed as follows:
   reads them.
 
 Examples:
+    >>> import torch
     >>> codes = torch.arange(16, dtype=torch.uint8).repeat(8, 2)
     >>> words = W4AX_INTERLEAVED.pack(codes)["qweight"].view(torch.int32)[0, :2]
     >>> [f"{word & 0xFFFFFFFF:08x}" for word in words.tolist()]
     ['b9a83120', 'fdec7564']
 """
-
-import torch  # noqa: F401  (the doctest's)
 
 from qtool.layouts.digit_layout import DigitLayout
 
