@@ -15,7 +15,7 @@ Legend: X_b, W_b the channels of block b of the input and the weight; T tokens.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -67,7 +67,7 @@ def block_shares(block: Block, linears: Sequence[str], x: Tensor, order: Tensor)
 
     ``order [K]`` is the one in which channels are cut into blocks.
     """
-    total = None
+    total = x.new_zeros(())
     for name in linears:
         scheme, rotated = block.schemes[name], name in block.to_rotate
         size = scheme.group_size or x.shape[1]
@@ -75,9 +75,7 @@ def block_shares(block: Block, linears: Sequence[str], x: Tensor, order: Tensor)
         rounded = scheme.fake_activation(seen, block.fit(name))
         error = (seen - rounded).unflatten(1, (-1, size)).transpose(0, 1)  # [G, T, g]
         outputs = error @ weight.unflatten(1, (-1, size)).permute(1, 2, 0)  # [G, T, N]
-        squares = outputs.square().sum((1, 2))
-        total = squares if total is None else total + squares
-    assert total is not None
+        total = total + outputs.square().sum((1, 2))
     return total / total.sum().clamp_min(torch.finfo(total.dtype).tiny)
 
 
@@ -121,9 +119,7 @@ def rounded_inputs(
 
         return rounded
 
-    handles = [block.get(name).register_forward_pre_hook(hook(name)) for name in linears]
-    try:
+    with ExitStack() as opened:
+        for name in linears:
+            opened.callback(block.get(name).register_forward_pre_hook(hook(name)).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
