@@ -3,17 +3,14 @@
 It runs on the CPU and on a GPU.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from qtool.calibration.rounding.gptq import columns_triton
+from qtool.calibration.rounding.gptq import columns, columns_triton, sparsegpt
 from qtool.calibration.rounding.gptq.columns import sweep
 from qtool.calibration.rounding.gptq.factor import Factor
 from qtool.calibration.rounding.gptq.gptq import GptqOptions, descent_feedback, gptq
-from qtool.calibration.rounding.gptq.sparsegpt import prune
 from qtool.schemes import get
 from qtool.schemes.base import Grid
 
@@ -60,13 +57,13 @@ def sweep_one(
     grid: Grid,
     group: Tensor,
     keep: Tensor | None = None,
-    **options: Any,
+    causal: bool = False,
 ) -> Tensor:
     """:func:`sweep` of one problem, whose tensors lack the first dimension."""
     one = Grid(*(field[None] for field in vars(grid).values()))
     kept = None if keep is None else keep[None]
     own = weight[None], error[None], feedback[None], one, group[None]
-    return sweep(*own, keep=kept, **options)[0]
+    return sweep(*own, keep=kept, causal=causal)[0]
 
 
 def values(codes: Tensor, grid: Grid, group: Tensor) -> Tensor:
@@ -74,14 +71,16 @@ def values(codes: Tensor, grid: Grid, group: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("panel", [1, 7, 32, 128])
-def test_a_sweep_by_panels_is_gptq_column_by_column(panel: int) -> None:
+def test_a_sweep_by_panels_is_gptq_column_by_column(
+    panel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "PANEL", panel)
     weight, hessian = correlated(24, 64)
     grid = four_bits(weight, 4)
     group = torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 16
     error = torch.zeros_like(weight)
-    codes = sweep_one(
-        weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, causal=True, panel=panel
-    )
+    feedback = Factor(hessian.clone(), 0.0).feedback
+    codes = sweep_one(weight, error, feedback, grid, group, causal=True)
     assert torch.equal(codes, reference_gptq(weight, hessian, grid, group))
     torch.testing.assert_close(error, weight - values(codes, grid, group))
 
@@ -105,7 +104,10 @@ def test_gptq_without_its_extras_is_that_of_the_paper(name: str, act_order: bool
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sparse", [False, True])
-def test_problems_together_get_the_codes_of_each_alone(dtype: torch.dtype, sparse: bool) -> None:
+def test_problems_together_get_the_codes_of_each_alone(
+    dtype: torch.dtype, sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "PANEL", 16)
     made = [correlated(13, 40, dtype, seed) for seed in range(3)]
     grids = [four_bits(weight, 4) for weight, _ in made]
     groups = [
@@ -138,27 +140,25 @@ def test_problems_together_get_the_codes_of_each_alone(dtype: torch.dtype, spars
                     groups[i],
                     causal=causal,
                     keep=kept,
-                    panel=16,
                 )
             )
             lefts.append(left)
-        found = sweep(
-            start, error, torch.stack(feedback), grid, group, causal=causal, keep=keep, panel=16
-        )
+        found = sweep(start, error, torch.stack(feedback), grid, group, causal=causal, keep=keep)
         assert torch.equal(found, torch.stack(expected)) and torch.equal(error, torch.stack(lefts))
 
 
 @pytest.mark.parametrize("panel", [5, 64])
-def test_after_descent_no_single_code_can_be_better(panel: int) -> None:
+def test_after_descent_no_single_code_can_be_better(
+    panel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "PANEL", panel)
     weight, hessian = correlated(8, 32)
     grid, group = four_bits(weight, 2), torch.arange(32) // 16
     error = torch.zeros_like(weight)
-    codes = sweep_one(
-        weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group, panel=panel
-    )
+    codes = sweep_one(weight, error, Factor(hessian.clone(), 0.0).feedback, grid, group)
     first = before = (error @ hessian * error).sum()
     for _ in range(20):
-        codes = sweep_one(weight, error, descent_feedback(hessian), grid, group, panel=panel)
+        codes = sweep_one(weight, error, descent_feedback(hessian), grid, group)
         now = (error @ hessian * error).sum()
         assert now <= before + 1e-9
         before = now
@@ -190,7 +190,11 @@ def test_pruned_weights_are_zero_and_the_others_make_up_for_it() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize(("n", "k", "panel", "sparse"), [(5, 48, 16, False), (37, 40, 24, True)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_fused_kernel_equals_torch(n: int, k: int, panel: int, sparse: bool, causal: bool) -> None:
+def test_fused_kernel_equals_torch(
+    n: int, k: int, panel: int, sparse: bool, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (columns, columns_triton):
+        monkeypatch.setattr(module, "PANEL", panel)
     weight, hessian = correlated(n, k, torch.float32)
     grid = four_bits(weight, 2)
     group = torch.randperm(k, generator=torch.Generator().manual_seed(1)) // (k // 2)
@@ -202,9 +206,7 @@ def test_fused_kernel_equals_torch(n: int, k: int, panel: int, sparse: bool, cau
         else 0.1 * torch.randn(n, k, generator=torch.Generator().manual_seed(4))
     )
     error_at_start, on_device = error.clone(), error.clone().to("cuda")
-    expected = sweep_one(
-        weight, error, feedback, grid, group, causal=causal, keep=keep, panel=panel
-    )
+    expected = sweep_one(weight, error, feedback, grid, group, causal=causal, keep=keep)
     moved = [t.to("cuda") for t in (weight, feedback, group)]
     fields = Grid(*(f.to("cuda") for f in vars(grid).values()))
     kept = None if keep is None else keep.to("cuda")
@@ -218,14 +220,13 @@ def test_fused_kernel_equals_torch(n: int, k: int, panel: int, sparse: bool, cau
         moved[2][None],
         causal=causal,
         keep=kept_one,
-        panel=panel,
     )[0].cpu()
     # two of them at once
     twice = torch.stack([error_at_start] * 2).to("cuda")
     both = columns_triton.sweep(
         torch.stack([moved[0]] * 2), twice, torch.stack([moved[1]] * 2),
         Grid(*(torch.stack([f] * 2) for f in vars(fields).values())), torch.stack([moved[2]] * 2),
-        causal=causal, keep=None if kept is None else torch.stack([kept] * 2), panel=panel,
+        causal=causal, keep=None if kept is None else torch.stack([kept] * 2),
     )  # fmt: skip
     assert torch.equal(both.cpu(), torch.stack([codes] * 2)) and torch.equal(
         twice, torch.stack([on_device] * 2)
@@ -258,7 +259,7 @@ def test_a_row_is_rounded_alike_by_programs_of_few_and_of_many_rows(
     assert torch.equal(few, many_codes) and torch.equal(few_errors, many_errors)
 
 
-def sparsegpt(weight: Tensor, hessian: Tensor, n: int, m: int) -> Tensor:
+def sparsegpt_mask(weight: Tensor, hessian: Tensor, n: int, m: int) -> Tensor:
     """SparseGPT's n:m mask by optimal brain surgery, one column and one inverse at a time (section
     3.3): a column that is done leaves the problem, those after it hold what makes up for it.
     """
@@ -276,24 +277,30 @@ def sparsegpt(weight: Tensor, hessian: Tensor, n: int, m: int) -> Tensor:
 
 @pytest.mark.parametrize("panel", [8, 32, 64])
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8)])
-def test_the_mask_is_that_of_sparsegpt(n: int, m: int, panel: int) -> None:
+def test_the_mask_is_that_of_sparsegpt(
+    n: int, m: int, panel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sparsegpt, "PANEL", panel)
     weight, hessian = correlated(32, 64)
     factor = Factor(hessian.clone(), 0.0)
-    found = prune(weight, factor.feedback, factor.cost, (n, m), panel)
-    assert torch.equal(found, sparsegpt(weight, hessian, n, m))
+    found = sparsegpt.prune(weight, factor.feedback, factor.cost, (n, m))
+    assert torch.equal(found, sparsegpt_mask(weight, hessian, n, m))
 
 
-def test_what_is_pruned_costs_least_and_later_columns_make_up_for_it() -> None:
+def test_what_is_pruned_costs_least_and_later_columns_make_up_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """SparseGPT by hand: of four columns the two of largest t^2 D stay, and later ones hear how far
     each is off.
     """
     target = torch.tensor([[1.0, 1.1, 1.2, 0.1, 1.2, 0.01, 1.0, 0.5, 1.0, 0.9, 0.8, 0.1]])
     cost = torch.tensor([4.0, 0.01, *[1.0] * 10])
-    alone = prune(target, torch.zeros(12, 12), cost, (2, 4))
+    alone = sparsegpt.prune(target, torch.zeros(12, 12), cost, (2, 4))
     assert alone.nonzero()[:, 1].tolist() == [0, 2, 4, 6, 8, 9]
     feedback = torch.zeros(12, 12)
     feedback[1, 5] = 5.0  # of column 1, which is pruned
     feedback[5, 10] = -1.0  # of column 5, which stays, but 5.5 above its target
     for panel in (4, 8, 12):
-        heard = prune(target, feedback, cost, (2, 4), panel)
+        monkeypatch.setattr(sparsegpt, "PANEL", panel)
+        heard = sparsegpt.prune(target, feedback, cost, (2, 4))
         assert heard.nonzero()[:, 1].tolist() == [0, 2, 4, 5, 8, 10]

@@ -18,7 +18,7 @@ from qtool.calibration.stacking import stack
 from qtool.schemes.arithmetic.launch_triton import triton_runs_on
 from qtool.schemes.base import Grid
 
-#: columns rounded on a CPU before the rest of the weight gets their errors
+#: columns rounded on a CPU before the rest of the weight gets their errors; changes speed only
 PANEL = 128
 
 
@@ -31,7 +31,6 @@ def sweep(
     *,
     causal: bool = False,
     keep: Tensor | None = None,
-    panel: int | None = None,
 ) -> Tensor:
     """One pass over the columns, a panel of them at a time.
 
@@ -43,17 +42,15 @@ def sweep(
         group: the group of each column ``[E, K]``.
         causal: ``M`` is strictly upper (GPTQ's): a column gets the errors of those before it only.
         keep: bool ``[E, N, K]``, False where the value must be zero (pruned); None: dense.
-        panel: columns of a panel, by default as many as are fast; changes speed only.
 
     Returns:
         Codes ``[E, N, K]``, integral, in weight's dtype or, on a GPU, int16.
     """
     if triton_runs_on(weight):
-        arguments = weight, error, feedback, grid, group
-        return columns_triton.sweep(*arguments, causal=causal, keep=keep, panel=panel)
-    codes, panel = torch.empty_like(weight), panel or PANEL
-    for start in range(0, weight.shape[2], panel):
-        columns = slice(start, start + panel)
+        return columns_triton.sweep(weight, error, feedback, grid, group, causal=causal, keep=keep)
+    codes = torch.empty_like(weight)
+    for start in range(0, weight.shape[2], PANEL):
+        columns = slice(start, start + PANEL)
         before = slice(0, start) if causal else slice(None)
         target = torch.empty_like(weight[:, :, columns])
         # one by one: a batched product may add in another order

@@ -119,22 +119,21 @@ def sweep(
     *,
     causal: bool = False,
     keep: Tensor | None = None,
-    panel: int | None = None,
 ) -> Tensor:
     """``columns.sweep`` of contiguous ``error``; codes are int16."""
-    (problems, n, columns), panel = weight.shape, panel or PANEL
+    problems, n, columns = weight.shape
     weight, feedback, group = weight.contiguous(), feedback.contiguous(), group.contiguous()
     alone = zip(weight, error, feedback, strict=True)
     target = (
         weight.clone() if causal else stack([coarse_product(e, m).add_(w) for w, e, m in alone])
     )
-    codes, width = torch.empty_like(weight, dtype=torch.int16), triton.next_power_of_2(panel)
+    codes, width = torch.empty_like(weight, dtype=torch.int16), triton.next_power_of_2(PANEL)
     change = weight.new_empty(problems, n, width)
     fields = torch.stack([grid.step, grid.offset, grid.low.float(), grid.high.float()])
     kept = weight if keep is None else keep.to(torch.int8).contiguous()
     rows = MANY_ROWS if problems * n >= MANY else ROWS
-    for start in range(0, columns, panel):
-        b = min(panel, columns - start)
+    for start in range(0, columns, PANEL):
+        b = min(PANEL, columns - start)
         launch(
             _round_panel,
             (triton.cdiv(n, rows), problems),

@@ -48,7 +48,7 @@ from torch import Tensor
 from qtool.calibration.outliers import OUTLIER_RATIO
 from qtool.calibration.precision import ROWS, product
 from qtool.calibration.rounding.gptq.clip_search import fit_groups
-from qtool.calibration.rounding.gptq.columns import PANEL, sweep
+from qtool.calibration.rounding.gptq.columns import sweep
 from qtool.calibration.rounding.gptq.factor import Factor
 from qtool.calibration.rounding.gptq.hessian import Hessian
 from qtool.calibration.rounding.gptq.rows import row_chunks
@@ -389,7 +389,7 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
     keep = None
     if scheme.sparsity:
         visited = target[:, order]
-        keep = prune(visited, factor.feedback, factor.cost, scheme.sparsity, PANEL)
+        keep = prune(visited, factor.feedback, factor.cost, scheme.sparsity)
     factor.free_damped()
     return State(order, back, target, keep, factor.damping, damped, factor.feedback)
 

@@ -12,10 +12,10 @@ Legend: N output channels, K input channels, b columns of a panel.
 import torch
 from torch import Tensor
 
+from qtool.calibration.rounding.gptq.columns import PANEL
 
-def prune(
-    target: Tensor, feedback: Tensor, cost: Tensor, sparsity: tuple[int, int], panel: int = 128
-) -> Tensor:
+
+def prune(target: Tensor, feedback: Tensor, cost: Tensor, sparsity: tuple[int, int]) -> Tensor:
     """The mask ``[N, K]`` of the weights that stay: n of each m consecutive inputs.
 
     Args:
@@ -23,12 +23,11 @@ def prune(
         feedback: GPTQ's ``[K, K]``.
         cost: ``R_kk^2 [K]``.
         sparsity: ``(n, m)``: n of m stay.
-        panel: columns at a time, a multiple of m; changes speed only.
     """
     n, m = sparsity
     keep, error = torch.zeros_like(target, dtype=torch.bool), torch.zeros_like(target)
-    for start in range(0, target.shape[1], panel):
-        columns = slice(start, start + panel)
+    for start in range(0, target.shape[1], PANEL):
+        columns = slice(start, start + PANEL)
         wanted = torch.addmm(target[:, columns], error, feedback[:, columns])  # [N, b]
         inner = feedback[columns, columns]
         for k in range(0, wanted.shape[1], m):
