@@ -13,7 +13,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.rounding import rtn
 from qtool.calibration.rounding.gptq.clip_search import fit_groups, group_error
 from qtool.calibration.rounding.gptq.rounding import Gptq
-from qtool.calibration.rounding.rtn import RoundToNearest, round_to_nearest, round_together
+from qtool.calibration.rounding.rtn import RoundToNearest, round_together
 from qtool.calibration.stacking import by_kind, clips_of, padded
 from qtool.calibration.statistics import Inputs
 from qtool.calibration.transforms import clip, smooth
@@ -130,7 +130,8 @@ def test_rounded_together_they_are_what_each_is(scheme, chunk, limited):
     groups = chosen.groups(weights[0]).shape[1]
     clips, group_clips = 0.5 + torch.rand(3, 64) / 2, 0.5 + torch.rand(3, 64, groups) / 2
     alone = [
-        round_to_nearest(chosen, *own) for own in zip(weights, clips, group_clips, strict=True)
+        round_together(chosen, *own)[0]
+        for own in zip(weights[:, None], clips, group_clips, strict=True)
     ]
     limited(chunk)
     found = round_together(chosen, weights, clips.flatten(), group_clips.flatten(0, 1))

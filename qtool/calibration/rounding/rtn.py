@@ -69,11 +69,9 @@ def chunk_bytes(weights: int) -> int:
     return 20 * min(weights, CHUNK_ELEMENTS[1])
 
 
-def round_to_nearest(
-    scheme: Scheme, weight: Tensor, clip: ClipRatio = 1.0, group_clip: ClipRatio = 1.0
-) -> Rounded:
-    """:func:`round_together` of a single ``weight [N, K]``."""
-    return round_together(scheme, weight[None], clip, group_clip)[0]
+def round_to_nearest(scheme: Scheme, weight: Tensor) -> Rounded:
+    """:func:`round_together` of a single ``weight [N, K]`` without clips."""
+    return round_together(scheme, weight[None])[0]
 
 
 def round_together(
