@@ -251,7 +251,7 @@ def test_a_learned_linear_begins_with_the_given_codes(name: str) -> None:
     scheme, linear = get(name), nn.Linear(128, 16)
     params = scheme.fit(linear.weight, group_clip=0.7)
     codes = scheme.quantize(linear.weight, params)
-    learned = LearnedLinear(linear, scheme, Rounded(codes, params), None)
+    learned = LearnedLinear(linear, scheme, Rounded(codes, params), linear.weight)
     scheme.check(learned.rounded().codes, learned.rounded().params)
     assert torch.equal(learned.rounded().codes, codes)
     x = torch.randn(4, 128)
@@ -263,7 +263,7 @@ def test_the_input_is_quantized_and_its_gradient_passes() -> None:
     scheme, linear = get("w4a8-lqq"), nn.Linear(128, 16, bias=False)
     params = scheme.fit(linear.weight)
     learned = LearnedLinear(
-        linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None
+        linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), linear.weight
     )
     x, direction = torch.randn(4, 128, requires_grad=True), torch.randn(4, 16)
     (learned(x) * direction).sum().backward()
@@ -289,7 +289,7 @@ def test_the_gradient_of_the_scale_is_that_of_the_quantized_weight(name: str) ->
     scheme, linear = get(name), nn.Linear(128, 8, bias=False)
     params = scheme.fit(linear.weight, group_clip=0.5)
     learned = LearnedLinear(
-        linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None
+        linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), linear.weight
     )
     with torch.no_grad():  # far outside: every code is clamped, V is proportional to the scale
         learned.steps.copy_(torch.randint_like(learned.steps, 2) * 2000 - 1000)
@@ -315,7 +315,7 @@ def test_the_gradient_reaches_both_bounds(name: str) -> None:
     scheme, linear = get(name), nn.Linear(256, 8, bias=False)
     params = scheme.fit(linear.weight, group_clip=0.8)
     learned = LearnedLinear(
-        linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), None
+        linear, scheme, Rounded(scheme.quantize(linear.weight, params), params), linear.weight
     )
     with torch.no_grad():
         learned.steps.mul_(1.5)
@@ -378,7 +378,7 @@ def test_what_was_pruned_does_not_learn() -> None:
     scheme, linear = get("w4a16-24", 128), nn.Linear(128, 8, bias=False)
     params = scheme.fit(linear.weight.detach())
     start = Rounded(scheme.quantize(linear.weight.detach(), params), params)
-    learned = LearnedLinear(linear, scheme, start, None)
+    learned = LearnedLinear(linear, scheme, start, linear.weight)
     learned(torch.randn(16, 128)).square().sum().backward()
     assert learned.keep is not None and learned.steps.grad is not None
     assert learned.steps.grad[learned.keep].any() and not learned.steps.grad[~learned.keep].any()
@@ -391,7 +391,7 @@ def test_outlier_channels_learn_by_steps_of_their_own() -> None:
     linear.weight.data[:, 32:] *= 100
     params = scheme.fit(linear.weight.detach())
     start = Rounded(scheme.quantize(linear.weight.detach(), params), params)
-    learned = LearnedLinear(linear, scheme, start, None)
+    learned = LearnedLinear(linear, scheme, start, linear.weight)
     before, step = learned.weight.detach().clone(), scheme.grid(params).step[..., None]
     optimizer = Distill(weight_lr=0.05).optimizer({"linear": learned})
     learned(torch.randn(16, 64)).square().sum().backward()
@@ -405,8 +405,8 @@ def test_a_learned_linear_gathers_its_input() -> None:
     params = scheme.fit(linear.weight.detach())
     start = Rounded(scheme.quantize(linear.weight.detach(), params), params)
     order, x = torch.randperm(64, generator=torch.Generator().manual_seed(0)), torch.randn(5, 64)
-    gathered = LearnedLinear(linear, scheme, start, order)(x)
-    assert torch.equal(gathered, LearnedLinear(linear, scheme, start, None)(x[:, order]))
+    gathered = LearnedLinear(linear, scheme, start, linear.weight, order)(x)
+    assert torch.equal(gathered, LearnedLinear(linear, scheme, start, linear.weight)(x[:, order]))
 
 
 def test_the_teacher_takes_the_float_models_path_where_that_runs(

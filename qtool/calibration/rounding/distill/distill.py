@@ -190,16 +190,13 @@ class Distill(Rounding):
         student.exact = {}  # from here on its module follows nobody
         student.module.requires_grad_(False)
         for name, rounded in start.items():
-            linear = block.get(name)
-            scheme = block.schemes[name]
-            order = block.permutations.get(name)
             learned = LearnedLinear(
-                linear,  # type: ignore[arg-type]
-                scheme,
+                block.get(name),  # type: ignore[arg-type]
+                block.schemes[name],
                 rounded,
-                order,
                 block.weight(name),
-                rotated=name in block.rotated,
+                block.permutations.get(name),
+                name in block.rotated,
             )
             student.module.set_submodule(name, learned)
         return student

@@ -40,9 +40,10 @@ class LearnedLinear(nn.Module):
     """Replaces a linear while its block is distilled.
 
     Args:
+        linear: the linear, for its bias and the dtype of its forward.
         start: the codes and parameters that learning starts from.
+        weight: the exact weight ``[N, K]``, of which ``linear`` may hold a 16-bit copy.
         permutation: the order ``[K]`` in which the input is gathered; None: it is not.
-        weight: the exact weight ``[N, K]``, if that of ``linear`` is a 16-bit copy.
         rotated: whether the input is rotated after it is gathered.
 
     Attributes:
@@ -60,9 +61,8 @@ class LearnedLinear(nn.Module):
         linear: nn.Linear,
         scheme: Scheme,
         start: Rounded,
-        permutation: Tensor | None,
-        weight: Tensor | None = None,
-        *,
+        weight: Tensor,
+        permutation: Tensor | None = None,
         rotated: bool = False,
     ) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class LearnedLinear(nn.Module):
         #: the step ``[N, G, 1]`` of the grid that learning starts from
         self.step = scheme.grid(start.params).step[..., None]
         reach = START_WITHIN * self.step
-        exact = scheme.groups((linear.weight if weight is None else weight).detach().float())
+        exact = scheme.groups(weight.detach().float())
         near = value + (exact - value).clamp(-reach, reach)
         near = near if self.keep is None else near * self.keep
         self.steps = nn.Parameter(near / self.step)
