@@ -25,11 +25,8 @@ class SparseMarlin(Marlin):
 
     def check(self, codes: Tensor, params: Params) -> None:
         super().check(codes, params)
-        kept = (fours(codes) != self.zero).to(torch.int8).unbind(-1)
-        require(
-            kept[0] + kept[1] + kept[2] + kept[3] <= 2,
-            "at most 2 of 4 consecutive codes differ from 8",
-        )
+        kept = (fours(codes) != self.zero).sum(-1, dtype=torch.int8)
+        require(kept <= 2, "at most 2 of 4 consecutive codes differ from 8")
 
 
 def fours(weight: Tensor) -> Tensor:
