@@ -7,7 +7,7 @@ operations of a call at once.
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -51,12 +51,9 @@ class Recorded:
             self.function(*arguments)
         else:
             self.kind = kind
-            if self.may_wait:
-                with _waits() as waits:
-                    self.function(*arguments)
-                self.refused = bool(waits)
-            else:
+            with _waits() if self.may_wait else nullcontext() as waits:
                 self.function(*arguments)
+            self.refused = bool(waits)
 
     def _record(self, leaves: list[Any], structure: Any) -> None:
         """Record the function on copies of ``leaves``, unless it cannot be recorded.
