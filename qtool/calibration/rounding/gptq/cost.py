@@ -163,9 +163,8 @@ def held_bytes(options: GptqOptions, block: BlockShape) -> int:
     """
     held = _moments_and_solving(options, block.family, block.quantized)
     worst = max((solving for _, solving in held), default=0)
-    if (
-        options.output_hessian and block.differentiated
-    ):  # every G; its factors are smaller than what is swept
+    if options.output_hessian and block.differentiated:
+        # every G; its factors are smaller than what is swept
         worst += sum(4 * n**2 for n, _, _ in _sharing(block))
     if not options.residual:
         return worst
