@@ -1,6 +1,6 @@
 """Argument checks that the ops share; each refusal is one sentence."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -46,7 +46,9 @@ def require_aligned(op: str, name: str, tensor: Tensor) -> None:
         )
 
 
-def require_out_dtype(op: str, dtype: torch.dtype) -> None:
-    """Refuse an output dtype that no GEMM of integers gives."""
-    if dtype not in NUMBERS:
-        raise QtoolError(f"{op}: out_dtype is {dtype}; accepted: {', '.join(map(str, NUMBERS))}")
+def require_out_dtype(
+    op: str, dtype: torch.dtype, accepted: Collection[torch.dtype] = tuple(NUMBERS)
+) -> None:
+    """Refuse an output dtype that is not among those ``accepted``: by default, by integer GEMMs."""
+    if dtype not in accepted:
+        raise QtoolError(f"{op}: out_dtype is {dtype}; accepted: {', '.join(map(str, accepted))}")

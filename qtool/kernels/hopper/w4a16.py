@@ -74,7 +74,7 @@ def builds() -> Iterator[Build]:
             yield from gemm.builds(f"{name} g{group} {x} {scale}", kernel, (tile,), instruction)
 
 
-def packed_weight(qweight: Tensor, scale: Tensor, metadata: Tensor | None = None) -> Weight:
+def packed_weight(qweight: Tensor, scale: Tensor, metadata: Tensor | None) -> Weight:
     """The op's tensors as the kernel takes them, unchecked."""
     positions = None if metadata is None else metadata.view(torch.uint8)
     return Weight(scale, boxed=qweight.view(torch.uint8), positions=positions)

@@ -26,7 +26,7 @@ from qtool import schemes
 from qtool.errors import QtoolError
 from qtool.kernels.allocate import new_empty
 from qtool.kernels.build import ARCHITECTURES, Build
-from qtool.kernels.checks import Expected, require_tensors
+from qtool.kernels.checks import Expected, require_out_dtype, require_tensors
 from qtool.kernels.dtypes import FLOATS, HALF
 from qtool.kernels.hopper import w4a16 as wgmma
 from qtool.kernels.launch import compute_capability
@@ -150,11 +150,7 @@ def _require(
     op: str, x: Tensor, weight: HalfWeight, bias: Tensor | None, out_dtype: torch.dtype
 ) -> None:
     """Refuse what the kernel cannot do."""
-    if out_dtype not in FLOATS:
-        raise QtoolError(
-            f"{op}: out_dtype is {out_dtype}; "
-            "accepted: torch.float16, torch.bfloat16, torch.float32"
-        )
+    require_out_dtype(op, out_dtype, FLOATS)
     for name, tensor in (("x", x), ("qweight", weight.qweight), ("scale", weight.scale)):
         if tensor.dim() != 2:
             raise QtoolError(f"{op}: {name} is {tensor.dim()}-D; expected a matrix")
