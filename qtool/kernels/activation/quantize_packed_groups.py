@@ -10,7 +10,6 @@ that layout, and an s4 instruction multiplies the words of both.
 
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,55 +36,37 @@ def builds() -> Iterator[Build]:
         yield Build(name, arch, source, source[2]["THREADS"], calls=True)
 
 
-class QuantizePackedGroups(NamedTuple):
+class QuantizePackedGroups(QuantizeActivationGroups):
     """Codes uint8 ``[M, K/2]`` and scales float32 ``[G, M4]`` of an input.
 
     :func:`pack_tokens` states the order; with ``eight_bit`` the codes are ``[M, K]``, and a group
-    is a block of 128. All arguments but ``layout`` are as of :func:`quantize_activation_groups`.
-
-    Args:
-        layout: layout of the weight, ``apex4`` or ``w4ax-interleaved``.
+    is a block of 128. The arguments are those of :func:`quantize_activation_groups`, but
+    ``arrangement`` is a weight's layout, ``apex4`` or ``w4ax-interleaved``.
 
     Raises:
         QtoolError: for a wrong dtype, shape, stride or device; one sentence.
     """
 
-    x: Tensor
-    order: Tensor | None
-    norm: Tensor | None
-    eight_bit: Tensor | None
-    fusion: str
-    epsilon: float
-    group_size: int | None
-    layout: str
-    rotated: bool = False
-
-    def require(self) -> None:
-        if self.layout == "none" or (self.eight_bit is not None and self.group_size != BLOCK):
+    def require(self, op: str = OP) -> None:
+        if self.arrangement == "none" or (self.eight_bit is not None and self.group_size != BLOCK):
             raise QtoolError(
-                f"{OP}: layout {self.layout!r} and group size "
+                f"{op}: layout {self.arrangement!r} and group size "
                 f"{self.group_size}; expected a weight's layout, and {BLOCK} where some blocks "
                 "have 8 bits"
             )
-        self.unpacked.require(OP)
-
-    @property
-    def unpacked(self) -> QuantizeActivationGroups:
-        """The same with a byte a code; its fields are these, in this order."""
-        return QuantizeActivationGroups(*self)
+        super().require(op)
 
     def empty(self) -> tuple[Tensor, Tensor]:
-        k = self.unpacked.k
-        width = k // 2 if self.eight_bit is None else k
+        width = self.k // 2 if self.eight_bit is None else self.k
         codes = self.x.new_empty((self.x.shape[0], width), dtype=torch.uint8)
-        return codes, self.unpacked.empty_scale()
+        return codes, self.empty_scale()
 
     def reference(self) -> tuple[Tensor, Tensor]:
-        codes, scale = self.unpacked.reference()
+        codes, scale = super().reference()
         return pack_tokens(codes, self.eight_bit), scale
 
     def launch(self, out: tuple[Tensor, Tensor]) -> None:
-        self.unpacked.launch_packed(out, 1 if self.eight_bit is None else 2)
+        self.launch_packed(out, 1 if self.eight_bit is None else 2)
 
 
 quantize_packed_groups = operator(OP, QuantizePackedGroups)
