@@ -133,7 +133,7 @@ class KvAttention(NamedTuple):
         splits = plan.splits(
             batch * kv_heads * plan.row_blocks(rows), self.tokens, multiprocessors(device)
         )
-        Launch(
+        attend(
             *(query, plan, splits, self.scaling, self.softcap, self.window),
             parts=(keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero),
             lengths=self.lengths,
@@ -142,7 +142,7 @@ class KvAttention(NamedTuple):
             tokens=self.tokens,
             capacity=keys.capacity,
             mask=mask,
-        ).run()
+        )
 
 
 kv_attention = operator(OP, KvAttention)
@@ -156,10 +156,29 @@ def require_scores(op: str, heads: int, kv_heads: int, softcap: float, window: i
         raise QtoolError(f"{op}: softcap {softcap} and window {window}; expected 0 (none) or more")
 
 
-class Launch(NamedTuple):
-    """The arguments of the kernels for dense and paged attention (csrc/attention/kv_params.cuh).
+def attend(
+    query: Tensor,
+    plan: Plan,
+    splits: int,
+    scaling: float,
+    softcap: float,
+    window: int,
+    *,
+    parts: tuple[Tensor | None, ...],
+    lengths: Tensor | None,
+    out: Tensor,
+    kv_heads: int,
+    tokens: int,
+    capacity: int,
+    mask: Tensor | None = None,
+    table: Tensor | None = None,
+    page_bytes: int = 0,
+    fewest: int = 0,
+    shift: Tensor | None = None,
+) -> None:
+    """Launch the kernels for dense or paged attention (csrc/attention/kv_params.cuh).
 
-    Attributes:
+    Args:
         query: ``[B, Hq, Tq, D]``, contiguous but for the distance between sequences.
         parts: codes, scales and zero points of keys, then of values; paged: the pages first.
         table: paged: int32 ``[B, M]``, the pages of each sequence.
@@ -167,47 +186,26 @@ class Launch(NamedTuple):
         fewest: paged: the least number of splits.
         shift: float32 ``[B, Hq, Tq]``, added to all scores of a row before the cap.
     """
-
-    query: Tensor
-    plan: Plan
-    splits: int
-    scaling: float
-    softcap: float
-    window: int
-    parts: tuple[Tensor | None, ...]
-    lengths: Tensor | None
-    out: Tensor
-    kv_heads: int
-    tokens: int
-    capacity: int
-    mask: Tensor | None = None
-    table: Tensor | None = None
-    page_bytes: int = 0
-    fewest: int = 0
-    shift: Tensor | None = None
-
-    def run(self) -> None:
-        query, plan, splits, mask, table = self.query, self.plan, self.splits, self.mask, self.table
-        (batch, heads, queries, dim), device = query.shape, query.device
-        arch, overlap = require_ampere(OP, device)
-        group, all_rows = heads // self.kv_heads, batch * heads * queries
-        row_blocks = plan.row_blocks(group * queries)
-        size = all_rows * splits * (dim + 2) if splits > 1 else 0
-        sums = query.new_empty(size, dtype=torch.float32)  # of each split
-        parameters = PARAMETERS.pack(
-            *pointers(query, *self.parts, self.lengths, mask, self.out, sums, table, self.shift),
-            *(query.stride(0), self.page_bytes, self.scaling, self.softcap),
-            *(self.kv_heads, group, queries, self.tokens, self.capacity),
-            *(0 if mask is None else mask.shape[2], splits, row_blocks, self.window, all_rows),
-            *(0 if table is None else table.stride(0), self.fewest),
-        )
-        variant = (plan, query.dtype, mask is not None, self.softcap > 0, table is not None)
-        attend, combine = _kernels(*variant, arch, device.index)
-        start = partial(launch, device=device, overlap=overlap)
-        blocks = batch * self.kv_heads * row_blocks
-        start(attend, blocks * splits, 32 * WARPS, plan.shared_bytes, parameters)
-        if splits > 1:
-            start(combine, all_rows, max(32, dim), 0, parameters)
+    (batch, heads, queries, dim), device = query.shape, query.device
+    arch, overlap = require_ampere(OP, device)
+    group, all_rows = heads // kv_heads, batch * heads * queries
+    row_blocks = plan.row_blocks(group * queries)
+    size = all_rows * splits * (dim + 2) if splits > 1 else 0
+    sums = query.new_empty(size, dtype=torch.float32)  # of each split
+    parameters = PARAMETERS.pack(
+        *pointers(query, *parts, lengths, mask, out, sums, table, shift),
+        *(query.stride(0), page_bytes, scaling, softcap),
+        *(kv_heads, group, queries, tokens, capacity),
+        *(0 if mask is None else mask.shape[2], splits, row_blocks, window, all_rows),
+        *(0 if table is None else table.stride(0), fewest),
+    )
+    variant = (plan, query.dtype, mask is not None, softcap > 0, table is not None)
+    main, combine = _kernels(*variant, arch, device.index)
+    start = partial(launch, device=device, overlap=overlap)
+    blocks = batch * kv_heads * row_blocks
+    start(main, blocks * splits, 32 * WARPS, plan.shared_bytes, parameters)
+    if splits > 1:
+        start(combine, all_rows, max(32, dim), 0, parameters)
 
 
 @cache

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels.attention.kv_append import aligned
-from qtool.kernels.attention.kv_attention import KvAttention, Launch, require_scores
+from qtool.kernels.attention.kv_attention import KvAttention, attend, require_scores
 from qtool.kernels.attention.kv_plan import Plan
 from qtool.kernels.attention.packed_cache import TOKENS, require_lengths
 from qtool.kernels.attention.paged_cache import PagedCache, require_table, require_tokens
@@ -109,7 +109,7 @@ class KvAttentionPaged(NamedTuple):
         if self.softcap and self.k_offset is not None:
             grouped = query.float().unflatten(1, (kv_heads, group))
             shift = (grouped @ self.k_offset.unsqueeze(2) * self.scaling).contiguous()
-        Launch(
+        attend(
             *(query.unsqueeze(2), plan, splits, self.scaling, self.softcap, self.window),
             parts=(pages, self.k_scale, None, None, self.v_scale, None),
             lengths=self.lengths,
@@ -121,7 +121,7 @@ class KvAttentionPaged(NamedTuple):
             page_bytes=pages.stride(0),
             fewest=fewest,
             shift=shift,
-        ).run()
+        )
 
 
 kv_attention_paged = operator(OP, KvAttentionPaged, mutates=("out",))
