@@ -32,14 +32,10 @@ def fold_factor(block: Block, group: LinearGroup, factor: Tensor) -> None:
     if group.fold is Fold.HEADS:
         heads = block.heads
         factor = factor.view(heads.kv, -1, heads.dim)[:, 0].flatten()  # [Hkv D]
+    inverse = 1 / factor.double()
     if group.fold is Fold.NORM:
-        block.scale_norm(group.source, 1 / factor.double())
-        return
-    scale_rows(block, group.source, 1 / factor.double())
-
-
-def scale_rows(block: Block, name: str, factor: Tensor) -> None:
-    """Multiply the outputs of linear ``name`` by ``factor [N]``, in place."""
-    block.change_rows(
-        name, lambda rows: rows.double() * factor.double().view((-1,) + (1,) * (rows.dim() - 1))
-    )
+        block.scale_norm(group.source, inverse)
+    else:
+        block.change_rows(
+            group.source, lambda rows: rows.double() * inverse.view(-1, *[1] * (rows.dim() - 1))
+        )
