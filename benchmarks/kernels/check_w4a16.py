@@ -212,8 +212,7 @@ def launch(
     if isinstance(tile, Tile):
         sparse = weight.metadata is not None
         kernel = operand(weight.group, x.dtype, weight.scale.dtype, tile.tokens, sparse=sparse)
-        packed = packed_weight(weight.qweight, weight.scale, weight.metadata)
-        gemm.run(kernel, tile, x, None, packed, out, bias=bias)
+        gemm.run(kernel, tile, x, None, packed_weight(weight), out, bias=bias)
     else:
         run(tile, x, weight, out, bias, hopper=hopper)
 

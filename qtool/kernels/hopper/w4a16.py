@@ -19,6 +19,7 @@ from qtool.kernels.dtypes import NUMBERS
 from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.gemm import Operand, Plan, Weight
 from qtool.kernels.hopper.tiles import TABLE_HALF, Tile, choose_half
+from qtool.kernels.mma.half_gemm import HalfWeight
 
 EXACT_TOKENS = 32
 #: wgmma in the machine code, by the dtype of the tokens; the second table is for 2:4 sparse weights
@@ -74,29 +75,20 @@ def builds() -> Iterator[Build]:
             yield from gemm.builds(f"{name} g{group} {x} {scale}", kernel, (tile,), instruction)
 
 
-def packed_weight(qweight: Tensor, scale: Tensor, metadata: Tensor | None) -> Weight:
+def packed_weight(weight: HalfWeight) -> Weight:
     """The op's tensors as the kernel takes them, unchecked."""
-    positions = None if metadata is None else metadata.view(torch.uint8)
-    return Weight(scale, boxed=qweight.view(torch.uint8), positions=positions)
+    positions = None if weight.metadata is None else weight.metadata.view(torch.uint8)
+    return Weight(weight.scale, boxed=weight.qweight.view(torch.uint8), positions=positions)
 
 
-def plan(
-    x: torch.dtype,
-    qweight: Tensor,
-    scale: Tensor,
-    metadata: Tensor | None,
-    bias: Tensor | None,
-    shape: tuple[int, int],
-    out_dtype: torch.dtype,
-) -> Plan:
-    """The launches for tokens of dtype ``x`` by a weight of ``shape``; the op made all checks."""
-    (n, k), sparse = shape, metadata is not None
-    group = 0 if len(scale) == 1 else k // len(scale)
-    kind = group, x, scale.dtype
-    scales_sums = group > 0 and scale.dtype != x
+def plan(x: torch.dtype, weight: HalfWeight, bias: Tensor | None, out_dtype: torch.dtype) -> Plan:
+    """The launches for tokens of dtype ``x``; the op made all checks."""
+    (n, k), sparse = weight.shape, weight.metadata is not None
+    kind = weight.group, x, weight.scale.dtype
+    scales_sums = weight.group > 0 and weight.scale.dtype != x
 
     def choose(m: int) -> tuple[Operand, Tile]:
         tile = choose_half(m, n, k, scales_sums=scales_sums, sparse=sparse)
         return operand(*kind, tile.tokens, sparse=sparse), tile
 
-    return Plan(choose, packed_weight(qweight, scale, metadata), bias, shape, out_dtype)
+    return Plan(choose, packed_weight(weight), bias, (n, k), out_dtype)

@@ -66,7 +66,7 @@ class W4A16Gemm(NamedTuple):
         return HalfWeight(self.qweight, self.scale)
 
     def require(self, op: str = "w4a16_gemm") -> None:
-        _require(op, self.x, self.weight, self.bias, self.out_dtype)
+        _require(op, self)
 
     def empty(self) -> Tensor:
         return new_empty(self.x, (self.x.shape[0], self.weight.shape[0]), self.out_dtype)
@@ -102,7 +102,7 @@ class W4A16SparseGemm(NamedTuple):
         return HalfWeight(self.qweight, self.scale, self.metadata)
 
     def require(self) -> None:
-        _require("w4a16_24_gemm", self.x, self.weight, self.bias, self.out_dtype)
+        _require("w4a16_24_gemm", self)
 
     def empty(self) -> Tensor:
         return new_empty(self.x, (self.x.shape[0], self.weight.shape[0]), self.out_dtype)
@@ -131,10 +131,9 @@ def by_wgmma(m: int, capability: tuple[int, int]) -> bool:
 def _plan(first: W4A16Gemm | W4A16SparseGemm) -> Launch:
     """Launches by the kernel for the number of tokens and the GPU of the ``first`` call."""
     capability = compute_capability(first.x.device)
-    packed, wide = first.weight, None
+    wide = None
     if capability == HOPPER:
-        tensors = packed.qweight, packed.scale, packed.metadata, first.bias
-        wide = wgmma.plan(first.x.dtype, *tensors, packed.shape, first.out_dtype)
+        wide = wgmma.plan(first.x.dtype, first.weight, first.bias, first.out_dtype)
 
     def launch(call: W4A16Gemm | W4A16SparseGemm, out: Tensor) -> None:
         m = out.shape[0]
@@ -146,11 +145,10 @@ def _plan(first: W4A16Gemm | W4A16SparseGemm) -> Launch:
     return launch
 
 
-def _require(
-    op: str, x: Tensor, weight: HalfWeight, bias: Tensor | None, out_dtype: torch.dtype
-) -> None:
+def _require(op: str, call: W4A16Gemm | W4A16SparseGemm) -> None:
     """Refuse what the kernel cannot do."""
-    require_out_dtype(op, out_dtype, FLOATS)
+    x, weight, bias = call.x, call.weight, call.bias
+    require_out_dtype(op, call.out_dtype, FLOATS)
     for name, tensor in (("x", x), ("qweight", weight.qweight), ("scale", weight.scale)):
         if tensor.dim() != 2:
             raise QtoolError(f"{op}: {name} is {tensor.dim()}-D; expected a matrix")
