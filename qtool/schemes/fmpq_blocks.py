@@ -50,9 +50,11 @@ def plan_blocks(
             range.
     """
     outliers = outlier_channels(amax, ratio)
-    permutation = gather_outliers(amax, outliers)
     cap = block_cap(len(amax), max_8bit_blocks, min_w4a4_share)
-    if not cap:
+    if cap and outliers.any():
+        # a sort, which puts the others of similar size into one 4-bit block too (QServe B.2.3)
+        permutation = by_magnitude(amax)
+    else:
         permutation = torch.arange(len(amax), device=amax.device)
     return BlockPlan(permutation, eight_bit_blocks(amax[permutation], outliers[permutation], cap))
 
@@ -67,17 +69,6 @@ def outlier_channels(amax: Tensor, ratio: float = OUTLIER_RATIO) -> Tensor:
     if not torch.isfinite(amax).all():
         raise QtoolError("w4ax-fmpq: the activation statistics hold NaN or Inf")
     return amax > ratio * amax[amax > 0].float().median()
-
-
-def gather_outliers(amax: Tensor, outliers: Tensor) -> Tensor:
-    """Permutation ``[K]``: largest maximum first; the identity if there is no outlier.
-
-    Sorting also puts channels of similar magnitude into one 4-bit block (QServe B.2.3), which
-    gathering alone would not do.
-    """
-    if not outliers.any():
-        return torch.arange(len(amax), device=amax.device)
-    return by_magnitude(amax)
 
 
 def by_magnitude(amax: Tensor) -> Tensor:
