@@ -152,9 +152,9 @@ class Shards:
         """
         if len({ids.shape[1] for ids in tokens}) != 1:
             return tokens
-        given, window = tokens[0].shape
-        sequences = batch_sequences(self.job, window, self.device, given)
-        return tokens if sequences == given else torch.cat(list(tokens)).split(sequences)
+        size, window = tokens[0].shape
+        sequences = batch_sequences(self.job, window, self.device, size)
+        return tokens if sequences == size else torch.cat(list(tokens)).split(sequences)
 
     def _blocks(
         self,
@@ -330,21 +330,18 @@ class Shards:
         return self._beside(timed)
 
     def _beside(self, write: Callable[[], None]) -> Callable[[], None]:
-        """``write`` for another thread, where its copies from a GPU wait for what is queued now.
+        """``write`` for another thread: its copies from a GPU wait for what is queued now.
 
         The GPU does not wait for the copies.
         """
-        ready = (
-            torch.cuda.current_stream(self.device).record_event()
-            if self.device.type == "cuda"
-            else None
-        )
+        if self.device.type != "cuda":
+            return write
+        ready = torch.cuda.current_stream(self.device).record_event()
         stream = torch.cuda.Stream if self.collective else torch.cuda.default_stream
 
         def run() -> None:
-            with torch.cuda.stream(ready and stream(self.device)):
-                if ready:
-                    torch.cuda.current_stream(self.device).wait_event(ready)
+            with torch.cuda.stream(stream(self.device)):
+                torch.cuda.current_stream(self.device).wait_event(ready)
                 write()
 
         return run
