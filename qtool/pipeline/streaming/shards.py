@@ -143,7 +143,16 @@ class Shards:
         tensors: Iterable[tuple[str, Tensor]],
         notes: dict[str, Any],
     ) -> None:
-        writer.submit(self._putting(shard, tensors, notes), partial(self._written, shard))
+        """Write ``shard`` in the writer's thread.
+
+        If weights are rounded one by one, that thread also rounds them and runs alone.
+        """
+
+        def write() -> None:
+            with self.phases.thread("write"):
+                self.output.write_shard(shard, self.specs[shard - 1], tensors, notes)
+
+        writer.submit(self._beside(write), partial(self._written, shard))
 
     def _batches(self, tokens: Sequence[Tensor]) -> Sequence[Tensor]:
         """The calibration batches; on a GPU larger ones, each of whole iterations of an optimizer.
@@ -312,22 +321,6 @@ class Shards:
         few, place = list(_first(tokens, LEARNING_SEQUENCES)), self._activations("device")
         own = (self.source, job, few, self.device, place, snapshots, self.phases)
         return closing(BuiltBlocks(*own, announcing=announcing))
-
-    def _putting(
-        self, shard: int, tensors: Iterable[tuple[str, Tensor]], notes: dict[str, Any]
-    ) -> Callable[[], None]:
-        """A function that writes ``shard`` in another thread.
-
-        If weights are rounded one by one, that thread also rounds them and runs alone.
-        """
-        spec = self.specs[shard - 1]
-        write = partial(self.output.write_shard, shard, spec, tensors, notes)
-
-        def timed() -> None:
-            with self.phases.thread("write"):
-                write()
-
-        return self._beside(timed)
 
     def _beside(self, write: Callable[[], None]) -> Callable[[], None]:
         """``write`` for another thread: its copies from a GPU wait for what is queued now.
