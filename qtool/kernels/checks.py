@@ -37,6 +37,13 @@ def require_tensors(op: str, device: torch.device, expected: Mapping[str, Expect
             require_aligned(op, name, tensor)
 
 
+def optional(
+    tensor: Tensor | None, shape: tuple[int, ...] | None, dtypes: tuple[torch.dtype, ...]
+) -> Expected:
+    """What is expected of a ``tensor`` that may be absent."""
+    return tensor, None if tensor is None else shape, dtypes
+
+
 def require_aligned(op: str, name: str, tensor: Tensor) -> None:
     """Refuse a tensor on a GPU of which a kernel could not read 16 bytes at once."""
     offset = tensor.storage_offset()

@@ -23,7 +23,7 @@ from torch.nn.functional import silu
 from qtool.errors import QtoolError, suggest
 from qtool.kernels.allocate import new_empty
 from qtool.kernels.build import ARCHS, Build, Source, cubin
-from qtool.kernels.checks import Expected, require_aligned, require_tensors
+from qtool.kernels.checks import Expected, optional, require_aligned, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.launch import compute_capability, launch, load, pointers, require_ampere
 from qtool.kernels.op import Launch, operator
@@ -135,7 +135,7 @@ def require_inputs(
         raise QtoolError(f"{op}: K = {k}; expected a multiple of {step} up to {MOST_CHANNELS}")
     expected: dict[str, Expected] = {
         "x": (x, tuple(x.shape), FLOATS),
-        "order": (order, None if order is None else (k,), (torch.int32,)),
+        "order": optional(order, (k,), (torch.int32,)),
         "norm": (norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
     }
     require_tensors(op, x.device, expected)

@@ -27,7 +27,7 @@ from qtool.kernels.activation.quantize_activation import (
     row_definition,
 )
 from qtool.kernels.build import Build, Source
-from qtool.kernels.checks import require_tensors
+from qtool.kernels.checks import optional, require_tensors
 from qtool.kernels.launch import pointers
 from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.activation import quantize_groups
@@ -85,8 +85,8 @@ class QuantizeActivationGroups(NamedTuple):
             raise QtoolError(f"{op}: no group size {group_size}; accepted: {GROUP_SIZES}")
         step = max(ROTATED if self.rotated else SPAN, group_size or 0)
         require_inputs(op, self.x, self.order, self.norm, self.fusion, step)
-        groups = None if self.eight_bit is None else (self.k // (group_size or self.k),)
-        eight_bit = (self.eight_bit, groups, (torch.uint8,))
+        groups = self.k // (group_size or self.k)
+        eight_bit = optional(self.eight_bit, (groups,), (torch.uint8,))
         require_tensors(op, self.x.device, {"eight_bit": eight_bit})
 
     def empty(self) -> tuple[Tensor, Tensor]:

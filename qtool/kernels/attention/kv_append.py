@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.kernels.attention.packed_cache import PackedCache, require_lengths
+from qtool.kernels.attention.packed_cache import PackedCache
 from qtool.kernels.build import ARCHS, Build, Source, cubin
-from qtool.kernels.checks import require_tensors
+from qtool.kernels.checks import optional, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.launch import launch, load, pointers, require_ampere
 from qtool.kernels.op import operator
@@ -86,7 +86,8 @@ class KvAppend(NamedTuple):
                 f"{OP}: {self.tokens} tokens, {added} of them new; "
                 f"the cache has room for {cached.capacity}"
             )
-        require_lengths(OP, self.lengths, batch, x.device)
+        lengths = optional(self.lengths, (batch,), (torch.int32,))
+        require_tensors(OP, x.device, {"lengths": lengths})
 
     def empty(self) -> None:
         return None

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels.attention.kv_plan import WARPS, Plan, definition
-from qtool.kernels.attention.packed_cache import PackedCache, require_lengths
+from qtool.kernels.attention.packed_cache import PackedCache
 from qtool.kernels.build import cubin
-from qtool.kernels.checks import require_tensors
+from qtool.kernels.checks import optional, require_tensors
 from qtool.kernels.dtypes import HALF
 from qtool.kernels.launch import launch, load, multiprocessors, pointers, require_ampere
 from qtool.kernels.op import operator
@@ -94,7 +94,8 @@ class KvAttention(NamedTuple):
             )
         if not 0 <= self.tokens <= keys.capacity:
             raise QtoolError(f"{OP}: {self.tokens} tokens; the cache has room for {keys.capacity}")
-        require_lengths(OP, self.lengths, batch, device)
+        lengths = optional(self.lengths, (batch,), (torch.int32,))
+        require_tensors(OP, device, {"lengths": lengths})
         if mask is not None:
             seen = mask.shape[2] if mask.dim() == 3 else 0
             require_tensors(OP, device, {"mask": (mask, (batch, queries, seen), (torch.bool,))})

@@ -15,9 +15,9 @@ from qtool.errors import QtoolError
 from qtool.kernels.attention.kv_append import aligned
 from qtool.kernels.attention.kv_attention import KvAttention, attend, require_scores
 from qtool.kernels.attention.kv_plan import Plan
-from qtool.kernels.attention.packed_cache import TOKENS, require_lengths
+from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.kernels.attention.paged_cache import PagedCache, require_table, require_tokens
-from qtool.kernels.checks import require_tensors
+from qtool.kernels.checks import Expected, optional, require_tensors
 from qtool.kernels.launch import multiprocessors
 from qtool.kernels.op import operator
 
@@ -74,11 +74,12 @@ class KvAttentionPaged(NamedTuple):
         require_scores(OP, heads, kv_heads, self.softcap, self.window)
         self.cache.require(kv_heads, device)
         require_table(OP, self.table, batch, device)
-        require_lengths(OP, self.lengths, batch, device)
-        require_tensors(OP, device, {"out": (self.out, (batch, heads, dim), (query.dtype,))})
-        if self.k_offset is not None:
-            offset = (self.k_offset, (kv_heads, dim), (torch.float32,))
-            require_tensors(OP, device, {"k_offset": offset})
+        expected: dict[str, Expected] = {
+            "lengths": (self.lengths, (batch,), (torch.int32,)),
+            "out": (self.out, (batch, heads, dim), (query.dtype,)),
+            "k_offset": optional(self.k_offset, (kv_heads, dim), (torch.float32,)),
+        }
+        require_tensors(OP, device, expected)
         room = self.table.shape[1] * TOKENS
         if not 0 <= self.tokens <= room:
             raise QtoolError(f"{OP}: {self.tokens} tokens; the table has room for {room}")

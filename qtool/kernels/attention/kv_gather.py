@@ -19,7 +19,7 @@ from qtool.errors import QtoolError
 from qtool.kernels.attention.kv_append import aligned
 from qtool.kernels.attention.paged_cache import PagedCache, require_table, require_tokens
 from qtool.kernels.build import ARCHS, Build, Source, cubin
-from qtool.kernels.checks import require_tensors
+from qtool.kernels.checks import Expected, optional, require_tensors
 from qtool.kernels.dtypes import NUMBERS
 from qtool.kernels.launch import launch, load, pointers, require_ampere
 from qtool.kernels.op import operator
@@ -87,21 +87,16 @@ class KvGather(NamedTuple):
         batch = self.cached.shape[0]
         require_table(OP, self.table, batch, device)
         room = (max(self.total, self.keys.shape[0]), heads, dim)
-        int32 = (torch.int32,)
-        require_tensors(
-            OP,
-            device,
-            {
-                "starts": (self.starts, (batch + 1,), int32),
-                "fresh": (self.fresh, (batch + 1,), int32),
-                "cached": (self.cached, (batch,), int32),
-                "keys": (self.keys, room, (key.dtype,)),
-                "values": (self.values, room, (key.dtype,)),
-            },
-        )
-        if self.k_offset is not None:
-            shape = (heads, dim) if self.cache.bits == 4 else None
-            require_tensors(OP, device, {"k_offset": (self.k_offset, shape, (torch.float32,))})
+        int32, constant = (torch.int32,), (heads, dim) if self.cache.bits == 4 else None
+        expected: dict[str, Expected] = {
+            "starts": (self.starts, (batch + 1,), int32),
+            "fresh": (self.fresh, (batch + 1,), int32),
+            "cached": (self.cached, (batch,), int32),
+            "keys": (self.keys, room, (key.dtype,)),
+            "values": (self.values, room, (key.dtype,)),
+            "k_offset": optional(self.k_offset, constant, (torch.float32,)),
+        }
+        require_tensors(OP, device, expected)
 
     def empty(self) -> None:
         return None

@@ -101,9 +101,3 @@ def require_head_dim(op: str, dim: int) -> None:
         raise QtoolError(
             f"{op}: head dimension {dim}; expected a multiple of 16 up to {MOST_CHANNELS}"
         )
-
-
-def require_lengths(op: str, lengths: Tensor | None, batch: int, device: torch.device) -> None:
-    """Refuse lengths that are not int32 ``[B]`` on ``device``."""
-    if lengths is not None:
-        require_tensors(op, device, {"lengths": (lengths, (batch,), (torch.int32,))})

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError, suggest
 from qtool.kernels.activation.quantize_activation import QuantizeActivation
-from qtool.kernels.checks import Expected, require_tensors
+from qtool.kernels.checks import Expected, optional, require_tensors
 from qtool.kernels.launch import pointers
 
 FUSIONS = ("none", "silu-up")
@@ -52,7 +52,7 @@ class ExpertRows(NamedTuple):
             )
         self.quantized.require(op)
         expected: dict[str, Expected] = {
-            "place": (place, None if place is None else (len(x), self.top), (torch.int32,)),
+            "place": optional(place, (len(x), self.top), (torch.int32,)),
             "expert_offsets": (offsets, (offsets.numel(),), (torch.int32,)),
         }
         require_tensors(op, x.device, expected)

@@ -22,7 +22,7 @@ from qtool import schemes
 from qtool.errors import QtoolError, suggest
 from qtool.kernels.allocate import new_empty
 from qtool.kernels.build import Build
-from qtool.kernels.checks import Expected, require_out_dtype, require_tensors
+from qtool.kernels.checks import Expected, optional, require_out_dtype, require_tensors
 from qtool.kernels.dtypes import FLOATS
 from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.gemm import Operand, Plan, Weight
@@ -144,7 +144,7 @@ class W4A8Gemm(NamedTuple):
             "offset": (self.offset, level2 if scheme == "w4a8-lqq" else None, (torch.uint8,)),
             "zero": (self.zero, zero, (torch.uint8,)),
             "token_sum": (self.token_sum, (m,), (torch.int32,)),
-            "bias": (self.bias, None if self.bias is None else (n,), FLOATS),
+            "bias": optional(self.bias, (n,), FLOATS),
         }
         require_tensors(op, self.x.device, expected)
 

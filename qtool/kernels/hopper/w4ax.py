@@ -26,7 +26,7 @@ from qtool.errors import QtoolError, suggest
 from qtool.kernels.activation.arrangement import disarrange
 from qtool.kernels.activation.quantize_activation_groups import GROUP_SIZES, scale_shape
 from qtool.kernels.build import Build
-from qtool.kernels.checks import Expected, require_out_dtype, require_tensors
+from qtool.kernels.checks import Expected, optional, require_out_dtype, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.gemm import Operand, Weight, run
@@ -115,7 +115,7 @@ class W4AxGemm(NamedTuple):
             "sx": (self.sx, scale_shape(groups, m), (torch.float32,)),
             "qweight": (self.qweight, qweight, (torch.uint8,)),
             "scale": (self.scale, (groups, n), FLOATS),
-            "bias": (self.bias, None if self.bias is None else (n,), FLOATS),
+            "bias": optional(self.bias, (n,), FLOATS),
         }
         require_tensors(op, self.x.device, expected)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.kernels.allocate import new_empty
 from qtool.kernels.build import Build
-from qtool.kernels.checks import Expected, require_out_dtype, require_tensors
+from qtool.kernels.checks import Expected, optional, require_out_dtype, require_tensors
 from qtool.kernels.dtypes import FLOATS
 from qtool.kernels.hopper import gemm
 from qtool.kernels.hopper.gemm import Operand, Plan, Weight
@@ -71,7 +71,7 @@ class W8A8Gemm(NamedTuple):
             "sx": (self.sx, (m,), (torch.float32,)),
             "weight": (self.weight, (n, k), (torch.int8,)),
             "scale": (self.scale, (n,), FLOATS),
-            "bias": (self.bias, None if self.bias is None else (n,), FLOATS),
+            "bias": optional(self.bias, (n,), FLOATS),
         }
         require_tensors(op, self.x.device, expected)
 

@@ -26,7 +26,7 @@ from qtool import schemes
 from qtool.errors import QtoolError
 from qtool.kernels.allocate import new_empty
 from qtool.kernels.build import ARCHITECTURES, Build
-from qtool.kernels.checks import Expected, require_out_dtype, require_tensors
+from qtool.kernels.checks import Expected, optional, require_out_dtype, require_tensors
 from qtool.kernels.dtypes import FLOATS, HALF
 from qtool.kernels.hopper import w4a16 as wgmma
 from qtool.kernels.launch import compute_capability
@@ -170,7 +170,7 @@ def _require(op: str, call: W4A16Gemm | W4A16SparseGemm) -> None:
         "qweight": (weight.qweight, stored, (torch.int32,)),
         "metadata": (weight.metadata, stored if sparse else None, (torch.int16,)),
         "scale": (weight.scale, (groups, n), FLOATS),
-        "bias": (bias, None if bias is None else (n,), FLOATS),
+        "bias": optional(bias, (n,), FLOATS),
     }
     require_tensors(op, x.device, expected)
 

@@ -25,7 +25,7 @@ from qtool.errors import QtoolError
 from qtool.kernels.activation.quantize_activation_groups import GROUP_SIZES, scale_shape
 from qtool.kernels.activation.quantize_packed_groups import unpack_tokens
 from qtool.kernels.build import Build
-from qtool.kernels.checks import Expected, require_tensors
+from qtool.kernels.checks import Expected, optional, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
 from qtool.kernels.hopper.w4ax import (
     LAYOUTS,
@@ -123,14 +123,13 @@ class W4AxMmaGemm(NamedTuple):
             )
         groups = k // (group_size or k)
         qweight = (k // 32, n, 16) if layout == "apex4" else (n, k // 2)
-        blocks = None if self.eight_bit is None else (k // BLOCK,)
         expected: dict[str, Expected] = {
             "x": (self.x, tuple(self.x.shape), (torch.uint8,)),
             "sx": (self.sx, scale_shape(groups, m), (torch.float32,)),
             "qweight": (self.qweight, qweight, (torch.uint8,)),
             "scale": (self.scale, (groups, n), FLOATS),
-            "eight_bit": (self.eight_bit, blocks, (torch.uint8,)),
-            "bias": (self.bias, None if self.bias is None else (n,), FLOATS),
+            "eight_bit": optional(self.eight_bit, (k // BLOCK,), (torch.uint8,)),
+            "bias": optional(self.bias, (n,), FLOATS),
         }
         require_tensors(op, self.x.device, expected)
 
