@@ -97,7 +97,7 @@ def candidates(
     bias = getattr(module, "bias", None)
     if not inputs:  # LongCat's router reads the weight of a linear that it does not call
         observe(block, [batch], {router.rpartition(".")[0]: inputs.append})
-    logits = torch.cat(inputs).float() @ module.weight.float().T  # type: ignore[operator, union-attr]
+    logits = torch.cat(inputs).float() @ module.weight.float().T  # type: ignore[operator]
     probability = (logits if bias is None else logits + bias.float()).softmax(1)  # [T, E]
     count = probability.shape[1]
     index = torch.cat(chosen).clamp_max(count)  # experts that do nothing have higher numbers

@@ -13,5 +13,5 @@ def new_empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tenso
     """An uninitialized vector or contiguous matrix on the device of ``like``."""
     # a fake tensor is of a class of its own
     if type(like) is Tensor and like.is_cuda and like.get_device() == torch._C._cuda_getDevice():
-        return inductor._empty_strided_cuda(shape, (*shape[1:], 1), dtype)  # type: ignore[no-any-return]
+        return inductor._empty_strided_cuda(shape, (*shape[1:], 1), dtype)
     return like.new_empty(shape, dtype=dtype)

@@ -114,7 +114,7 @@ def fit(
         for _ in range(steps):
             loss = predicted_error(transform(), keys, power).log().sum()
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             schedule.step()
     return KeyTransform(transform().factor.detach().clamp(1e-4, 1e4), phase.detach())

@@ -40,7 +40,7 @@ def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job
     """
     before = block.parameters().keys()
     with running_method(transform, "apply", block.index):
-        returned = transform.apply(block, batches)  # type: ignore[func-returns-value]
+        returned = transform.apply(block, batches)
     require_returned(transform, "apply", returned, NoneType)
     found = block.parameters()
     for name in sorted(before ^ found.keys()):

@@ -151,6 +151,6 @@ def panels(k: int) -> Iterator[tuple[slice, slice]]:
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """``total += 2 a^T b`` in place; tensor cores multiply 16-bit operands and add in float32."""
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
-        torch.addmm(total, a.T, b, out_dtype=torch.float32, alpha=2, out=total)  # type: ignore[call-overload]
+        torch.addmm(total, a.T, b, out_dtype=torch.float32, alpha=2, out=total)
     else:
         total.add_(2 * (a.T.float() @ b.float()))
