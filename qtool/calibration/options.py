@@ -26,7 +26,8 @@ def require_options(method: type[Method]) -> None:
         QtoolError: names the option and the reason.
     """
     kinds, named = _kinds(method), set(inspect.get_annotations(method))
-    constants = {name for name, kind in get_type_hints(method).items() if _is_constant(kind)}
+    hints = get_type_hints(method)
+    constants = {name for name, kind in hints.items() if ClassVar in (kind, get_origin(kind))}
     for option in sorted(named - constants - {field.name for field in fields(method)}):
         raise QtoolError(
             f"{method.__name__}.{option} is no option: {method.__name__} is no dataclass"
@@ -44,10 +45,6 @@ def require_options(method: type[Method]) -> None:
                 f"{method.__name__}.{field.name} is a {kinds[field.name]}; an option is a bool,"
                 " int, float or str, a Sequence of one of them, None, or a union of these"
             )
-
-
-def _is_constant(kind: Any) -> bool:
-    return kind is ClassVar or get_origin(kind) is ClassVar
 
 
 def _options(method: type[Method]) -> list[Field[Any]]:
