@@ -102,7 +102,8 @@ class KvAttentionPaged(NamedTuple):
         (batch, heads, dim), device = query.shape, query.device
         if self.out.numel() == 0:
             return
-        kv_heads, group = self.cache.heads, heads // self.cache.heads
+        kv_heads = pages.shape[1]
+        group = heads // kv_heads
         plan = Plan.of(self.cache.bits, dim, group)
         blocks = batch * kv_heads * plan.row_blocks(group)
         fewest, splits = plan.paged_splits(blocks, self.tokens, multiprocessors(device))

@@ -53,11 +53,6 @@ class PagedCache:
     def bits(self) -> int:
         return 4 if self.k_scale is None else 8
 
-    @property
-    def heads(self) -> int:
-        """H."""
-        return self.pages.shape[1]
-
     def parts(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Views of the keys' and the values' tensors, each ``[N, H, 64, ...]``."""
         token_bytes = self.dim * self.bits // 8
