@@ -152,9 +152,8 @@ class Windows:
         text = corpora.joined(render(rows, tokenizer, part.data.name))
         special = not rows or isinstance(rows[0], str)  # a chat begins with what its template says
         ids = token_ids(text, tokenizer, how["vocabulary"], add_special_tokens=special)
-        return cut(ids, **how, bos=bos_of(ids, tokenizer)), hashlib.sha256(
-            text.encode()
-        ).hexdigest()
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        return cut(ids, **how, bos=bos_of(ids, tokenizer)), sha256
 
     def _continuation(self, ids: Tensor) -> ContinuationMemory:
         """The memory and the pieces with which the model continues the windows ``ids``.

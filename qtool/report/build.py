@@ -217,8 +217,6 @@ def _measured(
 
 def _windows(directory: Path, config: dict[str, Any]) -> Tensor:
     """``[WINDOWS, tokens]`` ids of the demo's held-out text."""
-    ids = load_tokenizer(directory)(corpora.load("demo", split=corpora.TEST).text, verbose=False)[
-        "input_ids"
-    ]
-    longest = Architecture(config, family_of(config)).window(TOKENS)
-    return cut_windows(torch.tensor(ids), longest)[:WINDOWS]
+    text = corpora.load("demo", split=corpora.TEST).text
+    ids = torch.tensor(load_tokenizer(directory)(text, verbose=False)["input_ids"])
+    return cut_windows(ids, Architecture(config, family_of(config)).window(TOKENS))[:WINDOWS]
