@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,12 +121,38 @@ def test_transformers_sees_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert family_of(tiny_config("gpt2", pad_token_id=0)) and not said
 
 
-def test_a_quantized_cache_is_refused_where_a_recurrent_state_lies_beside_it() -> None:
-    """Each block of Falcon-H1 has attention and Mamba, and one cache for both."""
-    family = family_of(tiny_config("falcon_h1").to_dict())
-    assert family.attention is not None
-    for method in LOOK_INTO_CACHE:
-        assert family.refuses[method] == "its blocks keep more than keys and values in the cache"
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("falcon_h1", "its blocks keep more than keys and values in the cache"),  # Mamba's state
+        ("qwen4_exp_text", "its blocks keep more than keys and values in the cache"),  # an indexer
+        ("dory", "a block gives it keys and values more than once"),
+        ("deepseek_v3", "engines cache the latent of its attention, not keys and values"),
+        ("minimax", "its forward takes no KV cache of transformers' common kind"),
+    ],
+)
+def test_a_quantized_cache_is_refused_where_a_block_keeps_something_else(
+    model_type: str, reason: str
+) -> None:
+    refuses = family_of(tiny_config(model_type).to_dict()).refuses
+    assert [refuses[method] for method in LOOK_INTO_CACHE] == 3 * [reason]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shapes"),
+    [
+        ("nemotron_h", [None, (2, 32), None]),  # Mamba, attention, experts alone
+        ("gemma4_text", [(2, 32), (2, 64), None, None]),  # the last ones read keys of the first
+        ("nanochat", [(2, 32), (2, 32)]),  # attention of another form than the common one
+    ],
+)
+def test_each_block_says_what_it_gives_to_its_cache(
+    model_type: str, shapes: list[tuple[int, int] | None]
+) -> None:
+    family = family_of(tiny_config(model_type).to_dict())
+    caches = [family.at(SimpleNamespace(), block).kv_cache for block in range(len(shapes))]
+    assert [cache and cache.shape for cache in caches] == shapes
+    assert "kv" not in family.refuses
 
 
 @pytest.mark.parametrize("model_type", ["bert-generation", "git"])

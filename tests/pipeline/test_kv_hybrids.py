@@ -72,7 +72,10 @@ def test_blocks_with_attention_alone_quantize_their_cache(
     model, ids = qtool.load(out), torch.arange(3, 27).view(2, 12)
     full = model(ids, use_cache=False).logits
     assert proof.distance(decoded(model, ids, QuantCache.of(model)), full) < proof.TOLERANCE
-    assert list(kv_errors(model, ids)) == CACHED[model_type]
+    errors = kv_errors(model, proof.windows(source))
+    assert list(errors) == CACHED[model_type]
+    most = {"kv8": 0.02, "kv4": 0.15}[kv]
+    assert all(0 < error < most for one in errors.values() for error in (one.keys, one.values))
     simulated(model, kv, monkeypatch)
     assert torch.equal(model(ids, **{CACHE: DynamicCache(config=model.config)}).logits, full)
 
