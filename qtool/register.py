@@ -48,12 +48,14 @@ def register_scheme(
     from qtool.format.linear import forget
     from qtool.models.torch_defaults import torch_defaults
     from qtool.schemes import SCHEMES, Scheme
-    from qtool.schemes.protocol import probe, require_sound
+    from qtool.schemes.protocol import probe, require_clips, require_sound
 
     _require_subclass(scheme, Scheme)
     _require_declared(scheme, Scheme)
     if not 1 <= scheme.code_bits <= 8:
         raise _unexpected(scheme, "code_bits", "a whole number of 1 to 8")
+    if any(size is not None and size < 1 for size in scheme.group_sizes):
+        raise _unexpected(scheme, "group_sizes", "a tuple of positive whole numbers and None")
     if (default := scheme.default_group_size) not in scheme.group_sizes:
         raise _unexpected(
             scheme, "group_sizes", f"a tuple that holds default_group_size, {default!r},"
@@ -81,6 +83,7 @@ def register_scheme(
         for size in scheme.group_sizes:
             with checking(f"{scheme.name} at group size {size or 'channel'}"):
                 require_sound(scheme(size), probe(scheme(size)))
+                require_clips(scheme(size))
         recipe = _plain_recipe(scheme, layout) if recipe is None else recipe
     register_recipe(scheme.name, recipe)
     plugins.add(SCHEMES, scheme.name, scheme, "scheme")

@@ -805,6 +805,20 @@ def test_a_scheme_may_be_declared_as_a_built_in_one(scheme: str) -> None:
             r"fit_range gives scale .5, 32, 1.; .N. or .N, G., which is one of .*5, 32",
         ),
         (
+            "fit_range",
+            lambda self, *given, clip=1.0, group_clip=1.0: Marlin.fit_range(
+                self, *given, group_clip=group_clip
+            ),
+            "fit_range lowers no step at a clip of 0.5, as if it ignored it",
+        ),
+        (
+            "fit_range",
+            lambda self, *given, clip=1.0, group_clip=1.0: Marlin.fit_range(
+                self, *given, clip=clip
+            ),
+            "fit_range lowers no step at a group_clip of 0.5, as if it ignored it",
+        ),
+        (
             "quantize",
             lambda self, *given: Marlin.quantize(self, *given).float(),
             r"quantize gives float32 .5, 1024.; uint8 .5, 1024. is expected",
@@ -891,6 +905,12 @@ def test_bounds_of_zero_points_that_contradict_each_other_are_refused(
         qtool.register_scheme(scheme)
 
 
+def test_a_scheme_with_zero_points_has_clip_bounds() -> None:
+    bare = {name: getattr(Scheme, name) for name in ("clip_bounds", "with_clip_bounds")}
+    with pytest.raises(CheckFailed, match="one zero point for all groups, as there are no clip_b"):
+        qtool.register_scheme(type("Wrong", (QoQ,), {"name": "wrong", **bare}))
+
+
 @pytest.mark.parametrize(
     ("function", "returns", "said"),
     [
@@ -914,6 +934,10 @@ def test_a_scheme_or_layout_whose_attributes_are_wrong_is_refused() -> None:
         (scheme(code_bits="4"), "Wrong: code_bits is '4'; int is expected"),
         (scheme(code_bits=9), "Wrong: code_bits is 9; a whole number of 1 to 8"),
         (scheme(group_sizes=64), r"Wrong: group_sizes is 64; tuple.int . None, .... is expected"),
+        (
+            scheme(group_sizes=(0,), default_group_size=0),
+            r"Wrong: group_sizes is .0,.; a tuple of positive whole numbers and None is expected",
+        ),
         (scheme(shared_params=["x"]), r"Wrong: shared_params is .'x'.; frozenset.str. is"),
         (scheme(default_group_size=48), "that holds default_group_size, 48, is expected"),
         (scheme(activation=8), "Wrong: activation is 8; Activation is expected"),

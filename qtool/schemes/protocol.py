@@ -5,9 +5,10 @@ Of a weight W with its parameters and codes Q, a group's step s and what grid ha
     |dequantize(Q) - grid.value(Q)| <= 128e-5 s
     |dequantize(Q) - W| <= |grid.value(grid.nearest(W)) - W| + 0.501 s
 
-Rounding twice may miss the nearest code, by no more than half a step. Where there are zero points,
-``with_clip_bounds(params, clip_bounds(params))`` gives the same values, and ``clip_bounds`` the
-same bounds at twice the float scale, in whose units they are. Of inputs X with outputs Y:
+Rounding twice may miss the nearest code, by no more than half a step. Each clip of ``fit_range``
+lowers steps. Where there are zero points, ``with_clip_bounds(params, clip_bounds(params))`` gives
+the same values, and ``clip_bounds`` the same bounds at twice the float scale, in whose units they
+are. Of inputs X with outputs Y:
 
     |matmul(X) - fake_activation(X) dequantize(Q)^T| <= 1e-4 max |Y|
 """
@@ -88,14 +89,38 @@ def require_sound(scheme: Scheme, weight: Tensor) -> None:
     _require_product(scheme, codes, params)
 
 
+@torch.no_grad()
+def require_clips(scheme: Scheme) -> None:
+    """Check that ``fit_range`` of ``scheme`` uses both clips, which a clipping search chooses.
+
+    Raises:
+        CheckFailed: naming the one that lowers no step of the :func:`probe`.
+    """
+    weight = probe(scheme)
+    step = scheme.grid(scheme.fit(weight)).step
+    clipped = {
+        "clip": scheme.fit(weight, clip=torch.full_like(step[:, 0], 0.5)),
+        "group_clip": scheme.fit(weight, group_clip=torch.full_like(step, 0.5)),
+    }
+    for clip, params in clipped.items():
+        if not (scheme.grid(params).step < step).any():
+            raise CheckFailed(f"fit_range lowers no step at a {clip} of 0.5, as if it ignored it")
+
+
 def _require_inverse(scheme: Scheme, codes: Tensor, params: Params) -> None:
-    """Hold ``with_clip_bounds`` of ``scheme`` against its inverse, if it has them."""
-    bounds, step = scheme.clip_bounds(params), scheme.grid(params).step
+    """Hold ``with_clip_bounds`` of ``scheme`` against its inverse, if it has zero points."""
+    bounds, grid = scheme.clip_bounds(params), scheme.grid(params)
+    step, zero = grid.step, grid.offset / grid.step
+    scales = {name: param for name, param in params.items() if param.is_floating_point()}
+    one_scale = len(scales) == 1  # to which all values are proportional
     if bounds is None:
+        if one_scale:
+            same = (zero - zero[0, 0]).abs() <= 128e-5
+            require(same, "one zero point for all groups, as there are no clip_bounds,")
         return
     require_like("clip_bounds", bounds, torch.stack([step, step]))
-    doubled = {name: 2 * param for name, param in params.items() if param.is_floating_point()}
-    if len(doubled) == 1:  # the scale, to which all values are proportional
+    if one_scale:
+        doubled = {name: (2 * scale.float()).to(scale.dtype) for name, scale in scales.items()}
         same = torch.as_tensor(scheme.clip_bounds(params | doubled) == bounds)
         require(same, "clip_bounds, in units of the float scale, stays if that is doubled")
     again = scheme.with_clip_bounds(params, bounds)
