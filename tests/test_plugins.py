@@ -31,9 +31,12 @@ from qtool.eval import saved
 from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.exchange.formats.gptq import Gptq
 from qtool.format import LinearFormat, native_format
+from qtool.io.model_directory import DEMO
+from qtool.io.source import Checkpoint
 from qtool.layouts import LAYOUTS, DigitLayout, Layout
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models import FAMILIES, family_of
+from qtool.pipeline.job import Job
 from qtool.recipes.recipe import ADDED
 from qtool.runtime.dispatch import KERNELS, W8A8, Kernel
 from qtool.schemes import SCHEMES, Scheme
@@ -573,6 +576,15 @@ def test_a_transform_that_names_what_is_not_there_is_refused_before_any_work() -
             QtoolError, match=rf"{named} the inputs of 'mlp.up', no .* did you mean mlp.up_proj"
         ):
             qtool.plan("demo", recipe=recipe)
+
+
+@pytest.mark.parametrize("name", ["smooth-atention", "gptq"])
+def test_a_family_refuses_transforms_alone(name: str) -> None:
+    own = dataclasses.replace(FAMILIES[0], name="Own", model_types=("own",), refuses={name: "why"})
+    qtool.register_family(own)
+    config = Checkpoint(DEMO).config | {"model_type": "own"}
+    with pytest.raises(QtoolError, match=f"^family Own: it refuses '{name}', which is no transfo"):
+        Job.of(config, recipes.load("w8a8"))
 
 
 def method(base: type, **body: Any) -> type:

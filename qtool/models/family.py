@@ -77,7 +77,7 @@ class Family:
             config.json says.
         sizes: sizes that config.json has under other keys than Llama's.
         defaults: values of keys that config.json may leave out.
-        refuses: methods (and ``kv``, the quantized KV cache) that it cannot have, and why.
+        refuses: transforms (and ``kv``, the quantized KV cache) that it cannot have, and why.
         fixed_stream: why the residual stream cannot be rotated, beside ``post_norms``.
         unquantized: linears of a block that stay in 16 bits, and why.
         streamed_only: why no method can be used that looks at activations.

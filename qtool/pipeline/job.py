@@ -3,7 +3,7 @@
 ``plan`` prints a job, ``quantize`` carries it out.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, prod
@@ -119,8 +119,9 @@ class Job(Architecture):
         transforms = [_method(TRANSFORMS, step, "transform") for step in recipe.transforms]
         rounding = _method(ROUNDINGS, recipe.rounding, "rounding")
         check_order(transforms)
+        _require_transforms(f"family {family.name}: it refuses", family.refuses.keys() - {"kv"})
         for method in transforms:
-            _require_transforms(method)
+            _require_transforms(f"{method.name}: it comes after", method.after)
             method.prepare(family, settings)
             plugins.require_kinds(method, method.name, plugins.properties(Transform))
         plugins.require_kinds(rounding, rounding.name, plugins.properties(Rounding))
@@ -372,14 +373,11 @@ def _linear_format(rule: LayerRule, dtype: torch.dtype) -> LinearFormat | None:
     )
 
 
-def _require_transforms(method: Transform) -> None:
-    """Refuse a transform whose ``after`` names a transform that does not exist."""
-    for other in method.after:
-        if other not in TRANSFORMS:
-            raise QtoolError(
-                f"{method.name}: it comes after {other!r}, which is no transform: "
-                + suggest(other, TRANSFORMS)
-            )
+def _require_transforms(what: str, names: Iterable[str]) -> None:
+    """Refuse a name among ``names``, of which a message says ``what``, that no transform has."""
+    for name in names:
+        if name not in TRANSFORMS:
+            raise QtoolError(f"{what} {name!r}, which is no transform: {suggest(name, TRANSFORMS)}")
 
 
 def _linears(
