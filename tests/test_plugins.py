@@ -504,6 +504,13 @@ def test_a_property_of_another_type_is_named(base: Any, name: str, value: Any, s
         qtool.plan("demo", recipe=recipe)
 
 
+def test_a_transform_that_fails_before_any_work_is_named() -> None:
+    recipe = transform(lambda _: None)
+    TRANSFORMS["mine"].prepare = lambda *_: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(QtoolError, match=r"^mine: prepare fails on \w+ models \(ZeroDivisi"):
+        qtool.plan("demo", recipe=recipe)
+
+
 @pytest.mark.parametrize("function", ["apply", "round"])
 def test_a_method_that_fails_is_named_and_what_is_written_is_kept(
     function: str, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1138,6 +1145,24 @@ def test_an_export_format_that_gives_other_tensors_than_it_says_is_refused(
         qtool.register_export(kind(kind.__name__.lower(), "mine", "wrong"))
         with pytest.raises(QtoolError, match=said):
             qtool.export(native, kind.__name__.lower())
+
+
+@pytest.mark.parametrize(
+    ("function", "device"), [("tensors", "meta"), ("tensors", "cpu"), ("weight", "cpu")]
+)
+def test_an_export_format_that_fails_is_named(
+    function: str, device: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    def fails(self: Packed, linear_format: LinearFormat, codes: Any, *given: Any) -> Any:
+        if function == "weight" or codes.device.type == device:
+            raise KeyError("scales")
+        return Packed.tensors(self, linear_format, codes, *given)
+
+    native = qtool.quantize(make_model(), "w4a16", recipe="fast", out=tmp_path / "w4a16")
+    qtool.register_export(type("Mine", (Packed,), {function: fails})("mine", "mine", "wrong"))
+    said = rf"^mine: {function} fails for model\.layers\.0\.\S+ \(KeyError: 'scales'\)$"
+    with pytest.raises(QtoolError, match=said):
+        qtool.export(native, "mine")
 
 
 def test_a_layout_a_family_a_method_a_format_and_a_kernel(

@@ -11,6 +11,7 @@ export to GGUF, which is one file, starts over.
 import math
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 import qtool
-from qtool.errors import CheckFailed, QtoolError, checking, require_count
+from qtool.errors import CheckFailed, Interrupted, QtoolError, checking, require_count
 from qtool.exchange import export_formats
 from qtool.exchange.convert import Conversion, Json, Metadata, Tensors, convert
 from qtool.exchange.export_format import ExportFormat, Formats
@@ -34,6 +35,7 @@ from qtool.io.model_directory import provenance
 from qtool.io.source import CARD, Checkpoint
 from qtool.models import Family, Heads, family_of
 from qtool.models.architecture import dtype_name
+from qtool.models.auto import running
 from qtool.models.parts import RowsOf
 from qtool.models.torch_defaults import torch_defaults
 from qtool.plugins import require_json, require_returned
@@ -148,7 +150,9 @@ class _Export(Conversion):
         if owner in self.formats:
             permuted = f"{owner}.permutation" in self.source
             kind = self.formats[owner], *linear_shape(self.source, owner), permuted
-            yield from self._linear(owner, self.linear_specs(*kind))
+            with self._running("tensors", owner):
+                made = self.linear_specs(*kind)
+            yield from self._linear(owner, made)
         elif owner.endswith(SCALES):
             yield from self._kv(owner, "meta")
         else:
@@ -162,10 +166,12 @@ class _Export(Conversion):
             if linear.permutation is not None:
                 params = params | {"permutation": linear.permutation}
             with checking(owner):
-                made = self.target.tensors(self.formats[owner], codes, params)
+                with self._running("tensors", owner):
+                    made = self.target.tensors(self.formats[owner], codes, params)
                 stored = dict(self._linear(owner, made))
             ours, before = linear.dequantize(), [tensor._version for tensor in made.values()]
-            theirs = self.target.weight(self.formats[owner], made, *codes.shape)
+            with self._running("weight", owner):
+                theirs = self.target.weight(self.formats[owner], made, *codes.shape)
             require_returned(self.target, "weight", theirs, Tensor, f" for {owner}", ours.shape)
             if before != [tensor._version for tensor in made.values()]:
                 raise QtoolError(f"{self.target.name}: weight changes the tensors that it is given")
@@ -180,6 +186,13 @@ class _Export(Conversion):
             yield from self._kv(owner, "cpu")
         else:
             yield from self._on_disk(partial(super().tensors, notes=notes), owner)
+
+    def _running(self, function: str, owner: str) -> AbstractContextManager[None]:
+        """Name ``function`` of the format and the linear ``owner`` in what it raises while open.
+
+        The written shards are kept, as those of an interrupted export are.
+        """
+        return running(fails=f"{self.target.name}: {function} fails for {owner}", kind=Interrupted)
 
     def _linear(self, name: str, stored: dict[str, Tensor]) -> Tensors:
         """The tensors ``stored`` of a linear, by their names in the export."""

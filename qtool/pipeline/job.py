@@ -24,6 +24,7 @@ from qtool.io.source import dequantized_note, plain_config
 from qtool.layouts.row_major import BY_BITS
 from qtool.models import Family, family_of
 from qtool.models.architecture import DTYPES, Architecture, dtype_name, named_dtype
+from qtool.models.auto import running
 from qtool.models.family_checks import require_sizes
 from qtool.pipeline.recipe_fit.family_recipe import for_family, for_tied_head
 from qtool.pipeline.recipe_fit.group_fit import for_groups
@@ -122,7 +123,8 @@ class Job(Architecture):
         _require_transforms(f"family {family.name}: it refuses", family.refuses.keys() - {"kv"})
         for method in transforms:
             _require_transforms(f"{method.name}: it comes after", method.after)
-            method.prepare(family, settings)
+            with running(fails=f"{method.name}: prepare fails on {family.name} models"):
+                method.prepare(family, settings)
             plugins.require_kinds(method, method.name, plugins.properties(Transform))
         plugins.require_kinds(rounding, rounding.name, plugins.properties(Rounding))
         require_count(f"{rounding.name}: iteration", rounding.iteration)
