@@ -21,6 +21,7 @@ from qtool.pipeline.streaming.method_checks import (
 )
 
 FORMAT = LinearFormat("w4a8-lqq", 64, "row-major")
+META = torch.empty(8, 128, dtype=torch.uint8, device="meta")
 RIGHT = "codes uint8 [8, 128], offset uint8 [8, 2], s1 float32 [8], s2 uint8 [8, 2]"
 
 
@@ -59,6 +60,18 @@ def test_what_is_packed_is_taken() -> None:
         (
             {"up": replace(rounded(), weight_error=torch.ones(()))},
             "as the weight_error of up; float | None is",
+        ),
+        (
+            {"up": replace(rounded(), weight_error=torch.nan)},
+            "round gives nan as the weight_error of up; a finite one is expected",
+        ),
+        (
+            {"up": rounded(**{k: t.to("meta") for k, t in rounded().params.items()}, codes=META)},
+            "codes and parameters on meta for up; one device, not meta, is expected",
+        ),
+        (
+            {"up": rounded(s1=torch.ones(8, device="meta"))},
+            "codes and parameters on cpu, meta for up; one device, not meta, is expected",
         ),
         ({"up": rounded(more=torch.ones(8))}, "more float32 [8]"),
     ],

@@ -1,5 +1,6 @@
 """Checks what methods return and what they change, also methods of other packages."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import NoneType
@@ -209,6 +210,8 @@ def require_packable(
         require_returned(rounding, "round", one, Rounded, f" for {name}")
         error, of = one.weight_error, f" as the weight_error of {name}"
         require_returned(rounding, "round", error, float | None, of)
+        if error is not None and not math.isfinite(error):
+            raise QtoolError(f"{rounding.name}: round gives {error}{of}; a finite one is expected")
         of = f" for the parameters of {name}"
         require_returned(rounding, "round", one.params, Mapping, of)
         codes = torch.empty(n, k, dtype=linear_format.scheme_object.code_dtype, device="meta")
@@ -222,6 +225,12 @@ def require_packable(
         if given != expected:
             raise QtoolError(
                 f"{rounding.name}: round gives {given} for {name}; {expected} is expected"
+            )
+        devices = {str(tensor.device) for tensor in (one.codes, *one.params.values())}
+        if len(devices) > 1 or "meta" in devices:
+            raise QtoolError(
+                f"{rounding.name}: round gives codes and parameters on"
+                f" {', '.join(sorted(devices))} for {name}; one device, not meta, is expected"
             )
 
 
