@@ -20,6 +20,7 @@ import qtool
 from qtool import plugins, recipes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.block import Block
+from qtool.calibration.cost import Work
 from qtool.calibration.method import Norm, Rounding, Transform
 from qtool.calibration.options import check_options
 from qtool.calibration.rounding.rtn import RoundToNearest
@@ -469,6 +470,11 @@ def widened(block: Block) -> None:
         ("work", lambda *_: None, "mine: work gives NoneType; Work is expected"),
         ("held_bytes", lambda *_: None, "mine: held_bytes gives NoneType; int is expected"),
         ("spare_bytes", lambda *_: None, "mine: spare_bytes gives NoneType; int is expected"),
+        ("held_bytes", lambda *_: -5, "mine: held_bytes -5: a whole number of at least 0 is"),
+        ("spare_bytes", lambda *_: -5, "mine: spare_bytes -5: a whole number of at least 0 is"),
+        ("work", lambda *_: Work(read_bytes=-1), "work gives -1 as read_bytes; a finite number"),
+        ("work", lambda *_: Work(search_tries="1"), "mine: work gives '1' as search_tries; a "),
+        ("work", lambda *_: Work(search_tries=torch.nan), "work gives nan as search_tries; a fini"),
     ],
 )
 def test_what_a_method_returns_wrongly_is_named(

@@ -12,9 +12,10 @@ from math import prod
 import torch
 
 from qtool import recipes
+from qtool.calibration.cost import BlockShape
 from qtool.calibration.method import LEARNING_SEQUENCES, Method
 from qtool.calibration.rounding.rtn import RoundToNearest
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, require_count
 from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.work import block_shape
@@ -78,11 +79,7 @@ def spare_bytes(job: Job, tokens: int, window: int, device: torch.device) -> int
     shapes = [
         block_shape(job, block, tokens // window, window, itemsize) for block in job.distinct_blocks
     ]
-    return max(
-        require_returned(method, "spare_bytes", method.spare_bytes(shape), int)
-        for method in job.methods
-        for shape in shapes
-    )
+    return max(_counted(method, "spare_bytes", shape) for method in job.methods for shape in shapes)
 
 
 def learning_bytes(job: Job, window: int, device: torch.device) -> int:
@@ -126,11 +123,19 @@ def _most_bytes(
         sequences = batch_sequences(job, window, device, max(1, BATCH_TOKENS // window))
         at_once = min(tokens, sequences * window)
         batch = int(at_once * max(3 * widest, paired)) * itemsize
-        held = max(
-            require_returned(method, counts, getattr(method, counts)(shape), int)
-            for method in methods
-        )
+        held = max(_counted(method, counts, shape) for method in methods)
         found = max(found, parameters * computing + batch + job.block_bytes(block) + held)
+    return found
+
+
+def _counted(method: Method, counts: str, shape: BlockShape) -> int:
+    """The bytes of a block of ``shape`` that the function ``counts`` of ``method`` counts.
+
+    Raises:
+        QtoolError: it counts less than 0, or no whole number.
+    """
+    found = require_returned(method, counts, getattr(method, counts)(shape), int)
+    require_count(f"{method.name}: {counts}", found, least=0)
     return found
 
 

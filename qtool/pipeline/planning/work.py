@@ -5,12 +5,13 @@ least time that a device allows.
 """
 
 from collections import Counter
-from math import prod
+from math import inf, prod
 
 from qtool.calibration.cost import GRADIENTS, BlockShape, Work
-from qtool.calibration.method import LEARNING_SEQUENCES
+from qtool.calibration.method import LEARNING_SEQUENCES, Method
+from qtool.errors import QtoolError
 from qtool.pipeline.job import Job
-from qtool.plugins import require_returned
+from qtool.plugins import is_of, require_returned
 from qtool.runtime.packed_kv import kv_tensors
 
 
@@ -49,7 +50,23 @@ def block_work(job: Job, block: int, samples: int, seqlen: int) -> Work:
         few = min(1.0, LEARNING_SEQUENCES / samples) * shape.forward_flops()
         work += Work(read_bytes=2 * work.read_bytes, forward_flops=(1 + GRADIENTS) * few)
     for method in job.methods:
-        work += require_returned(method, "work", method.work(shape), Work)
+        work += _work(method, shape)
+    return work
+
+
+def _work(method: Method, shape: BlockShape) -> Work:
+    """The work of ``method`` on a block of ``shape``.
+
+    Raises:
+        QtoolError: it is no :class:`Work`, or an amount in it no finite number of at least 0.
+    """
+    work = require_returned(method, "work", method.work(shape), Work)
+    for name, amount in vars(work).items():
+        if not is_of(amount, float) or not 0 <= amount < inf:
+            raise QtoolError(
+                f"{method.name}: work gives {amount!r} as {name}; a finite number of at least 0 is"
+                " expected"
+            )
     return work
 
 
