@@ -61,6 +61,8 @@ class Windows:
     Attributes:
         facts: the data by its content and the user's choices, which identify an unfinished run;
             those of :attr:`drawn` and :meth:`for_run` name the data and describe what was found.
+        found_in: the directory of local corpora that the user names, for the record alone: another
+            one may hold the same.
         output: the run in whose directory a continuation keeps its journal; None before
             :meth:`for_run`, so that windows drawn without a run keep none.
 
@@ -78,6 +80,7 @@ class Windows:
     ) -> None:
         self.source, self.job, self.device = source, job, torch.device(device)
         self.parts = parse_mix(text, options.samples, data_dir=options.data_dir)
+        self.found_in = {"data_dir": str(options.data_dir)} if options.data_dir else {}
         self.requested_seqlen, self.seed = options.seqlen, options.seed
         rows = [part.data.ids for part in self.parts if isinstance(part.data, TokenIds)]
         given = [ids.shape[1] for ids in rows if ids.dim() == 2]
@@ -133,7 +136,7 @@ class Windows:
             need = self._continuation(ids)
             ids = self._continued(ids, need)
             how = {"continued_by": ROUNDED_SCHEME} if need.rounded else {}
-        drawn = _batches(ids, {**facts(found), **self.how, **how})
+        drawn = _batches(ids, {**facts(found), **self.how, **self.found_in, **how})
         return Calibration(drawn.tokens, {**drawn.facts, "tokens": fingerprint(drawn.tokens)})
 
     def _cut(self, part: Part) -> tuple[Tensor, str]:

@@ -49,9 +49,9 @@ def _quantize(report: Report, model: str) -> str:
     found = f"qtool quantize {model} --scheme {quantization['scheme']} --recipe "
     found += RECIPE if file else record["recipe"]["variant"]
     calibration = record.get("calibration") or {}
-    for key in ("text", "samples", "seqlen", "seed", "windows"):
+    for key in ("text", "samples", "seqlen", "seed", "windows", "data_dir"):
         if key in calibration:
-            option = "calib" if key == "text" else key
+            option = "calib" if key == "text" else key.replace("_", "-")
             value = FILE if key == "text" and calibration[key] in UNNAMED else calibration[key]
             found += f" --{option} {shlex.quote(str(value))}"
     if quantization.get("kv") and not file:

@@ -261,6 +261,8 @@ def test_half_drawn_windows_of_another_text_are_drawn_anew(
     make(out=tmp_path / "whole")
     make(out=tmp_path / "out", resume=True)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+    recorded = json.loads((tmp_path / "out" / "qtool.json").read_text())["calibration"]
+    assert recorded["data_dir"] == str(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])

@@ -319,8 +319,9 @@ def test_the_commands_say_all_that_was_asked(base, tmp_path):
         f"qtool eval wikitext2 piqa --model '{out}' --compare acme/Tiny --save",
         f"qtool report '{out}' --compare acme/Tiny",
     ]
-    found.provenance["calibration"] = {"text": "texts", "samples": 2}
-    assert "--calib FILE --samples 2 " in report_commands.commands(found)[0]
+    found.provenance["calibration"] = {"text": "texts", "samples": 2, "data_dir": "my data"}
+    told = report_commands.commands(found)[0]
+    assert "--calib FILE --samples 2 --data-dir 'my data' " in told
     found.provenance["imported from"] = {"format": "GPTQ"}
     assert report_commands.commands(found)[0].startswith(f"qtool import acme/Tiny --out '{out}'")
 
