@@ -504,6 +504,10 @@ def test_a_mistake_is_named_once(
     (out / "config.json").write_text("{")
     damaged = run("eval", "demo", "--model", out)
     assert damaged[0] == 2 and "config.json: not readable as JSON" in damaged[1]
+    (config := out / "config.json").unlink()
+    config.mkdir()
+    assert run("inspect", out) == (2, f"qtool: {config} cannot be read: Is a directory")
+    config.rmdir()
     (tmp_path / "config.json").rename(out / "config.json")
     shard = next(out.glob("model-00002*"))
     shard.write_bytes(shard.read_bytes()[:-1])

@@ -270,7 +270,9 @@ def read_json(path: Path) -> dict[str, Any]:
                 "UTF-8 without a byte order mark"
             )
         value = json.loads(content)
-    except (ValueError, OSError, RecursionError) as error:
+    except OSError as error:
+        raise QtoolError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise QtoolError(f"{path}: not readable as JSON ({error})") from error
     if not isinstance(value, dict):
         raise QtoolError(f"{path}: a JSON object expected, found {type(value).__name__}")
