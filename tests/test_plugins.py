@@ -373,6 +373,10 @@ def transform(do: Callable[[Block], object]) -> dict[str, Any]:
             r"clips of shapes .. and .384. for .*layers.0.mlp.up_proj; .384. and .384, 1., or a",
         ),
         (
+            lambda block: block.clips.update({"mlp.up_proj": (1.0, torch.tensor(torch.nan))}),
+            "a transform chooses a clip of NaN or Inf for model.layers.0.mlp.up_proj$",
+        ),
+        (
             lambda block: block.weight("input_layernorm").fill_(torch.inf),
             "layers.0.input_layernorm.weight: its values are too large: the methods make NaN or",
         ),
@@ -433,7 +437,8 @@ def widened(block: Block) -> None:
             lambda _, block, batches: delattr(block.get("mlp"), "up_proj"),
             "mine: apply removes model.layers.0.mlp.up_proj.weight; the same tensors are expected",
         ),
-        ("learn", lambda *_: None, "mine: learn gives NoneType; dict is expected"),
+        ("learn", lambda *_: None, "mine: learn gives NoneType; dict.str, Any. is expected"),
+        ("learn", lambda *_: {1: torch.ones(1)}, "mine: learn gives dict; dict.str, Any. is exp"),
         ("learn", lambda *_: {"x": 1.0}, "mine: learn gives float for 'x'; Tensor is expected"),
         (
             "embedding",
@@ -517,16 +522,16 @@ def test_a_transform_that_fails_before_any_work_is_named() -> None:
         qtool.plan("demo", recipe=recipe)
 
 
-@pytest.mark.parametrize("function", ["apply", "round"])
+@pytest.mark.parametrize("function", ["announce", "apply", "round"])
 def test_a_method_that_fails_is_named_and_what_is_written_is_kept(
     function: str, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = transform(lambda _: None)
-    kind: Any = TRANSFORMS["mine"] if function == "apply" else RoundToNearest
+    kind: Any = RoundToNearest if function == "round" else TRANSFORMS["mine"]
     right = getattr(kind, function)
 
-    def fails(method: Any, block: Block, batches: Any) -> Any:
-        return right(method, block, batches) if block.index < 1 else 1 / 0
+    def fails(method: Any, block: Block, *batches: Any) -> Any:
+        return right(method, block, *batches) if block.index < 1 else 1 / 0
 
     model, out = make_model(), tmp_path / "out"
     monkeypatch.setattr(kind, function, fails)

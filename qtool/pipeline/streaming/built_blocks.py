@@ -298,7 +298,8 @@ class BuiltBlocks:
             budget=self.budget,
         )
         for transform in self.announcing:
-            transform.announce(block)
+            with running_method(transform, "announce", index):
+                transform.announce(block)
         return block, formats
 
     def _advance(self, block: Block) -> None:

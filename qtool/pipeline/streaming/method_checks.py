@@ -172,6 +172,10 @@ def require_stored(block: Block, job: Job) -> None:
                 f"a transform chooses the clip {clips!r} for {job.full(block.index, name)}; a pair"
                 " (clip, group_clip) is expected, each of them a float or a tensor"
             )
+        if not all(is_finite(torch.as_tensor(clip)) for clip in clips):
+            raise QtoolError(
+                f"a transform chooses a clip of NaN or Inf for {job.full(block.index, name)}"
+            )
         if scheme := block.schemes.get(name):
             n, groups, _ = scheme.groups(block.weight(name)).shape
             found = [list(clip.shape) if isinstance(clip, Tensor) else [] for clip in clips]

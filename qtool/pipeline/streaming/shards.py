@@ -303,7 +303,7 @@ class Shards:
         earlier = replace(job, transforms=job.transforms[:number], rounding=RoundToNearest())
         with self._few(earlier, tokens, snapshots, job.transforms) as built:
             found = transform.learn(built.blocks(), built.batches)
-        for key, tensor in require_returned(transform, "learn", found, dict).items():
+        for key, tensor in require_returned(transform, "learn", found, dict[str, Any]).items():
             require_returned(transform, "learn", tensor, Tensor, f" for {key!r}")
         return found
 
