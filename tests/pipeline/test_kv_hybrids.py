@@ -119,8 +119,13 @@ def test_a_hybrid_is_evaluated_with_a_cache_and_reported(tmp_path: Path) -> None
     assert shown["title"] == "keys" and shown["reading"].endswith("in block 1.")
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "rwkv"])
-def test_a_model_without_keys_and_values_is_refused(model_type: str, tmp_path: Path) -> None:
-    source = save_tiny(model_type, tmp_path / "source")
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("mamba", {}), ("rwkv", {}), ("granitemoehybrid", {"layer_types": ["mamba", "mamba"]})],
+)
+def test_a_model_without_keys_and_values_is_refused(
+    model_type: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    source = save_tiny(model_type, tmp_path / "source", **changes)
     with pytest.raises(QtoolError, match=r"none of its blocks keeps keys and values in a cache"):
         qtool.plan(source, "w4a16", kv="kv4")

@@ -15,7 +15,12 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from qtool.models.cache_argument import CACHE
 from qtool.models.derived.forward import few_ids, on_random_numbers
@@ -70,6 +75,8 @@ class KVCaches:
         self.notes = _Notes(recorded.config, names)
         #: why the cache of no block is known
         self.unknown = ""
+        if not any(isinstance(layer, CacheLayerMixin) for layer in self.notes.layers):
+            return  # states alone, which some models cannot run with
         try:
             with _noted(self.notes):
                 model(input_ids=few_ids(model), use_cache=True, **{CACHE: self.notes})
