@@ -36,7 +36,7 @@ from qtool.schemes.kv import KVQuantizer
 
 
 class QuantCacheLayer(DynamicLayer):
-    """A layer that grows by appending codes; ``keys`` and ``values`` of the base class stay None.
+    """A layer that grows by appending codes; ``keys`` and ``values`` of the base class stay empty.
 
     Every token is kept under a sliding window too: the model's mask hides the old ones.
 
@@ -61,6 +61,7 @@ class QuantCacheLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states.new_empty(0), value_states.new_empty(0)
         self.is_initialized = True
 
     def update(

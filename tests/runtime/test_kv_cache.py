@@ -291,6 +291,16 @@ def test_the_cache_of_a_text_model_that_is_no_architecture_of_its_own() -> None:
     assert isinstance(cache, QuantCache) and cache.get_seq_length() == 9
 
 
+def test_a_model_may_count_what_a_layer_keeps() -> None:
+    """Mllama asks so whether a layer has the keys of a picture."""
+    model = AutoModelForImageTextToText.from_config(tiny_config("mllama")).eval()
+    quantize_kv(model, "kv4")
+    with torch.no_grad():
+        full, cache = model(ids(9)).logits, QuantCache.of(model)
+        parts = [model(part, **{CACHE: cache}).logits for part in ids(9).split([6, 1, 1, 1], 1)]
+    assert (torch.cat(parts, 1) - full).norm() < 5e-3 * full.norm()
+
+
 @pytest.mark.parametrize("kind", ["llama4_text", "modernbert-decoder"])
 def test_what_holds_the_blocks_is_given_the_cache(kind: str) -> None:
     """transformers' ``get_decoder()`` gives the head, or the whole model."""
