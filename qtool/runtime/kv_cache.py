@@ -145,8 +145,8 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
     """Let forwards and ``generate`` of ``model`` hold keys and values quantized by ``kv``.
 
     Each tensor that a checkpoint stores for it (:func:`~qtool.runtime.packed_kv.kv_tensors`)
-    becomes a buffer of the attention modules. Until it is loaded the buffer holds a value without
-    effect, or zeros if it is a scale.
+    becomes a buffer of the module that gives keys and values to the cache. Until it is loaded the
+    buffer holds a value without effect, or zeros if it is a scale.
 
     Raises:
         QtoolError: an unknown architecture or quantizer, or one that cannot hold the model's heads.

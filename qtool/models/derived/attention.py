@@ -110,8 +110,9 @@ class BlockAttention:
         if isinstance(cache, str):
             return dict.fromkeys(LOOK_INTO_CACHE, cache)
         if attention is None:
-            unknown = TRANSFORMS if cache else ()
-            return dict.fromkeys(unknown, self._why_unknown(unquantized))
+            # without a cache of its own it may read keys that an earlier block hands on
+            attends = cache is not None or self.block.model.recorded.passes
+            return dict.fromkeys(TRANSFORMS if attends else (), self._why_unknown(unquantized))
         if cache is None:
             return dict.fromkeys(TRANSFORMS, "its attention takes no KV cache")
         if self.used_elsewhere:
