@@ -102,7 +102,8 @@ class KVCache:
     """Where a block gives its keys (after RoPE) and values, both ``[B, H, T, D]``, to a cache.
 
     Args:
-        module: the module that gives them; a checkpoint has the cache's tensors under its name.
+        module: the module that gives them, under whose name a checkpoint has the cache's tensors;
+            empty: the block itself.
         argument: the block's argument for the cache.
         shape: H and D; None: those of config.json.
     """
@@ -110,6 +111,10 @@ class KVCache:
     module: str = "self_attn"
     argument: str = CACHE
     shape: tuple[int, int] | None = None
+
+    def tensor(self, name: str) -> str:
+        """The name within the block of the cache's tensor ``name``."""
+        return f"{self.module}.{name}" if self.module else name
 
     def heads(self, config: Any) -> tuple[int, int]:
         """H and D."""

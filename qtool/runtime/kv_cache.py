@@ -263,4 +263,4 @@ def _attention(decoder: nn.Module, number: int, own: Family) -> nn.Module:
     """The module of block ``number`` that gives keys and values to the cache."""
     assert own.kv_cache is not None
     blocks = own.blocks.rpartition(".")[2]
-    return decoder.get_submodule(f"{blocks}.{number}.{own.kv_cache.module}")
+    return decoder.get_submodule(f"{blocks}.{number}.{own.kv_cache.module}".removesuffix("."))

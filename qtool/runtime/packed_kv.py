@@ -51,7 +51,7 @@ def kv_tensors(kv: str | None, family: Family, config: Any) -> dict[str, Tensor]
             f"{kv}: a head dimension of {dim} is odd, 4-bit codes are packed two a byte"
         )
     each = torch.empty(heads, dim, dtype=torch.float32, device="meta")
-    return {f"{cache.module}.{name}": each for name in STORED.get(quantizer, ())}
+    return {cache.tensor(name): each for name in STORED.get(quantizer, ())}
 
 
 def missing_scales(kv: str | None, config: Any, stored: Container[str]) -> list[str]:

@@ -12,12 +12,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import qtool
 from qtool.calibration.transforms.smooth import Smooth
+from qtool.eval.kv_error import kv_errors
 from qtool.io.source import Checkpoint
 from qtool.models import Family, family_of
 from qtool.pipeline import quantize as pipeline
 from qtool.pipeline.quantize import Calibration
 from qtool.pipeline.recipe_fit.family_recipe import for_family
 from qtool.recipes import LayerRule, Recipe, Step
+from qtool.runtime.packed_kv import STORED
+from qtool.schemes.kv import require_kv
+from tests.models import proof
 from tests.models.own import OwnConfig, OwnForCausalLM
 from tests.models.proof import distance, logits, smooth_randomly, windows
 
@@ -54,10 +58,7 @@ STRUCTURES = {
 def test_a_structure_is_proved_or_left_alone(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        monkeypatch.setattr(mapping, "_extra_content", {})
-    AutoConfig.register("own", OwnConfig)
-    AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM)
+    register(monkeypatch)
     source = save(how, tmp_path / "source")
     family = family_of(Checkpoint(source).config)
     assert STRUCTURES[how] in said(family) and bool(said(family)) == bool(STRUCTURES[how])
@@ -77,6 +78,31 @@ def test_a_structure_is_proved_or_left_alone(
     with torch.no_grad():
         found, expected = (logits(qtool.load(path)) for path in (tmp_path / "out", source))
     assert distance(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("kv", ["kv8", "kv4"])
+def test_a_block_that_calls_the_cache_itself_holds_its_tensors(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch)
+    source, out = save("", tmp_path / "source"), tmp_path / "out"
+    proof.quantize(source, out, "paper", kv=kv)
+    stored = [name for name in Checkpoint(out).entries if name.count(".") == 3]
+    assert stored == [
+        f"model.layers.{n}.{name}" for n in range(3) for name in STORED[require_kv(kv)]
+    ]
+    assert not [row for row in qtool.verify(out) if row.problem]
+    errors = kv_errors(qtool.load(out), windows(source))
+    most = {"kv8": 0.02, "kv4": 0.15}[kv]
+    assert all(0 < error < most for one in errors.values() for error in (one.keys, one.values))
+
+
+def register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the architecture known to transformers until the test ends."""
+    for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        monkeypatch.setattr(mapping, "_extra_content", {})
+    AutoConfig.register("own", OwnConfig)
+    AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM)
 
 
 def said(family: Family) -> str:

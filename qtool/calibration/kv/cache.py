@@ -94,37 +94,35 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
         QtoolError: static scales without calibration data, or NaN in keys or values.
     """
     stored = kv_tensors(kv, block.family, block.config)
-    if not stored or block.family.kv_cache is None:
+    if not stored or (cache := block.family.kv_cache) is None:
         return {}
-    attention = block.family.kv_cache.module
-    if f"{attention}.{OFFSET}" in stored:
+    if cache.tensor(OFFSET) in stored:
         neutral = {
             name: torch.full(t.shape, NEUTRAL[name.rpartition(".")[2]])
             for name, t in stored.items()
         }
-        return neutral | _offset_and_importance(block, attention, batches)
+        measured = _offset_and_importance(block, batches)
+        return neutral | {cache.tensor(name): tensor for name, tensor in measured.items()}
     keys, values = _largest(block, batches)
     if keys is None or values is None:
         raise QtoolError(f"{kv} has static scales: it needs calibration data, pass --calib")
     return {
-        f"{attention}.k_scale": KV8(keys).scale.cpu(),
-        f"{attention}.v_scale": KV8(values).scale.cpu(),
+        cache.tensor("k_scale"): KV8(keys).scale.cpu(),
+        cache.tensor("v_scale"): KV8(values).scale.cpu(),
     }
 
 
-def _offset_and_importance(
-    block: Block, attention: str, batches: Sequence[Batch]
-) -> dict[str, Tensor]:
+def _offset_and_importance(block: Block, batches: Sequence[Batch]) -> dict[str, Tensor]:
     """kv4's mean of each key channel and the power of its queries; empty without batches.
 
     A family refuses smooth-attention if its queries cannot be computed; it has no importance.
     """
     if (seen := observe_keys(block, batches)) is None:
         return {}
-    constants = {f"{attention}.{OFFSET}": seen.mean.cpu()}
+    constants = {OFFSET: seen.mean.cpu()}
     if "smooth-attention" not in block.family.refuses:
         queries = observe_queries(block, subset(batches, SEQUENCES))
-        constants[f"{attention}.{IMPORTANCE}"] = queries.importance().cpu()
+        constants[IMPORTANCE] = queries.importance().cpu()
     return constants
 
 
@@ -152,7 +150,7 @@ def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> 
     if kv is None or (cache := block.family.kv_cache) is None:
         yield
         return
-    quantizers = kv_quantizers(kv, lambda name: stored[f"{cache.module}.{name}"].to(block.device))
+    quantizers = kv_quantizers(kv, lambda name: stored[cache.tensor(name)].to(block.device))
     simulated = SimulatedKV(*quantizers)
 
     def supply(

@@ -83,7 +83,7 @@ class KVCaches:
         except Exception:  # whatever a model's own code raises
             self.unknown = "its forward takes no KV cache of transformers' common kind"
         for number, calls in self.notes.given.items():
-            if not all(call.module.startswith(self._prefix(number)) for call in calls):
+            if not all(f"{call.module}.".startswith(self._prefix(number)) for call in calls):
                 self.unknown = "it counts its layers otherwise than its blocks"
 
     def of(self, number: int) -> KVCache | str | None:
@@ -100,7 +100,7 @@ class KVCaches:
         if not calls:
             return None
         module, keys, values = calls[0]
-        name = module.removeprefix(self._prefix(number))
+        name = f"{module}.".removeprefix(self._prefix(number))[:-1]
         if getattr(self.recorded.config, "kv_lora_rank", None):
             return "engines cache the latent of its attention, not keys and values"
         if len(calls) > 1:
