@@ -1148,8 +1148,13 @@ def test_an_export_format_that_gives_other_tensors_than_it_says_is_refused(
             scale = params["scale"]
             return {"codes": codes, "scale": scale if scale.is_meta else scale.bfloat16()}
 
+    class Paired(Packed):
+        def kv_tensors(self, key: Any, value: Any) -> Any:
+            return key, value
+
     native = qtool.quantize(make_model(), "w4a16", out=tmp_path / "w4a16")
     for kind, said in (
+        (Paired, "^paired: kv_tensors gives tuple; dict.str, Tensor. is expected$"),
         (Doubled, "^doubled: weight changes the tensors that it is given$"),
         (Halved, r"scale, bfloat16 .*, was given where .*scale, float.* was declared$"),
     ):

@@ -337,13 +337,19 @@ def keeps_kv_scales(target: ExportFormat, kv: str | None, family: Family, settin
     """Whether the calibrated scales of the cache ``kv`` go into the file.
 
     vLLM finds them only by the name ``self_attn``; its Falcon fails at any other name.
+
+    Raises:
+        QtoolError: the ``kv_tensors`` of ``target`` are no tensors by name.
     """
     scales = torch.ones(1, 1, device="meta")
+    stored = require_returned(
+        target, "kv_tensors", target.kv_tensors(scales, scales), dict[str, Tensor]
+    )
     caches = (family.at(settings, n).kv_cache for n in range(settings.num_hidden_layers))
     return (
         kv == "kv8"
         and {cache.module for cache in caches if cache} == {"self_attn"}
-        and bool(target.kv_tensors(scales, scales))
+        and bool(stored)
     )
 
 
