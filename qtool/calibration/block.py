@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from qtool.calibration.kv.shared_heads import SharedHeadCache
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
 from qtool.calibration.stacking import by_kind, packed_in_turn
 from qtool.errors import QtoolError, suggest
 from qtool.models.family import Family
-from qtool.models.parts import Attention, Heads, SharedHeadCache
+from qtool.models.parts import Attention, Heads
 from qtool.models.skeleton import CACHE_ARGUMENTS
 from qtool.schemes.arithmetic.online_hadamard import rotate, rotate_input
 from qtool.schemes.base import ClipRatio, Params, Scheme

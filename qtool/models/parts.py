@@ -194,29 +194,6 @@ class RowsOf:
     transposed: bool
 
 
-@dataclass(frozen=True)
-class SharedHeadCache:
-    """A KV cache behind attention that repeats kv heads for query heads (Falcon).
-
-    ``cache`` takes and returns each kv head once.
-    """
-
-    cache: Any
-    heads: int
-
-    def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """``cache``'s result for ``keys``, ``values [B, heads * repeats, T, D]``, repeated too."""
-        repeats = keys.shape[1] // self.heads
-        if repeats == 1:
-            return self.cache.update(keys, values, *args, **kwargs)
-        keys, values = self.cache.update(keys[:, ::repeats], values[:, ::repeats], *args, **kwargs)
-        return keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
-
-    def get_seq_length(self) -> int:
-        """Tokens of earlier forwards, which MPT's attention asks for: always 0 for a block."""
-        return 0
-
-
 def of_expert(name: str, number: int) -> str:
     """``name`` with expert ``number`` in place of ``*``."""
     return name.replace("*", str(number))

@@ -1,0 +1,34 @@
+"""A KV cache for attention that repeats its kv heads before the cache.
+
+Legend: B sequences in a batch, H kv heads, T tokens, D head dimension.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SharedHeadCache:
+    """A KV cache behind attention that repeats kv heads for query heads (Falcon).
+
+    ``cache`` takes and returns each kv head once.
+    """
+
+    cache: Any
+    heads: int
+
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """``cache``'s result for ``keys``, ``values [B, H * repeats, T, D]``, repeated too."""
+        repeats = keys.shape[1] // self.heads
+        if repeats == 1:
+            return self.cache.update(keys, values, *args, **kwargs)
+        keys, values = self.cache.update(keys[:, ::repeats], values[:, ::repeats], *args, **kwargs)
+        return keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+
+    def get_seq_length(self) -> int:
+        """Tokens of earlier forwards, which MPT's attention asks for: always 0 for a block."""
+        return 0
