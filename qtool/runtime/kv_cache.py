@@ -9,7 +9,7 @@ inside them.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -223,7 +223,7 @@ def _supply(
     if cache is None:
         named[CACHE] = QuantCache(layers=_layers(decoder))
     elif isinstance(cache, DynamicCache) and cache.get_seq_length() == 0:
-        cache.layers = _layers(decoder)
+        cache.layers = _layers(decoder, cache.layers)
     elif not any(isinstance(layer, QuantCacheLayer) for layer in cache.layers):
         raise QtoolError(
             f"the model's KV cache is {decoder.kv_quantizer}, but it was given a filled or static "
@@ -238,9 +238,10 @@ def _keep(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         setattr(output, CACHE, None)
 
 
-def _layers(decoder: nn.Module) -> list[Any]:
+def _layers(decoder: nn.Module, given: Sequence[Any] = ()) -> list[Any]:
     """The layers of an empty cache: quantized ones for attention, transformers' own for the rest.
 
+    The rest are those of ``given``, an empty cache's, which may know that they will be cropped.
     Attention that is not the common one may change what it gets before it attends, so it gets no
     packed tokens.
     """
@@ -248,7 +249,7 @@ def _layers(decoder: nn.Module) -> list[Any]:
     blocks: dict[int, Family] = decoder.kv_blocks  # type: ignore[assignment]
     config: Any = decoder.config
     packed = config._attn_implementation == kv_attention.NAME
-    layers: list[Any] = DynamicCache(config=config).layers
+    layers: list[Any] = list(given) or DynamicCache(config=config).layers
     for number, own in blocks.items():
         assert own.kv_cache is not None
         layers[number] = QuantCacheLayer(

@@ -382,6 +382,15 @@ def test_a_hybrid_generates_in_batches_and_after_padding(kind: str) -> None:
     assert model.generate(long, num_beams=3, **how).shape == (1, 17)
 
 
+def test_a_hybrid_forgets_the_tokens_that_a_guess_got_wrong() -> None:
+    """transformers tells the states that they will be cropped before the first forward."""
+    model, how = make_hybrid("lfm2", "kv4"), {"max_new_tokens": 12, "do_sample": False}
+    prompt = ids(6, batch=1).repeat(1, 3)
+    expected = model.generate(prompt, eos_token_id=None, **how)
+    guessed = model.generate(prompt, eos_token_id=None, prompt_lookup_num_tokens=3, **how)
+    assert torch.equal(guessed, expected)
+
+
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])
 def test_a_cast_leaves_what_is_stored_as_it_is(kv: str) -> None:
     """Scales of packed linears and of the cache are the checkpoint's; biases and norms follow."""
