@@ -235,7 +235,7 @@ def _supply(
 def _keep(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Drop the cache that :func:`_supply` supplied where ``use_cache`` is off."""
     if kwargs.get("use_cache") is False and hasattr(output, CACHE):
-        setattr(output, CACHE, None)
+        output[CACHE] = None  # the attribute alone would leave it to ``**output`` of a wrapper
 
 
 def _layers(decoder: nn.Module, given: Sequence[Any] = ()) -> list[Any]:

@@ -103,6 +103,13 @@ def test_generation_without_a_cache_reads_all_tokens_again(name: str) -> None:
     assert torch.equal(cached, uncached)
 
 
+def test_a_wrapper_generates_without_a_cache() -> None:
+    """It copies the items of its text model's output."""
+    model = AutoModelForImageTextToText.from_config(tiny_config("gemma3")).eval()
+    quantize_kv(model, "kv4")
+    assert getattr(model(ids(9), use_cache=False), CACHE) is None
+
+
 def test_repeated_heads_come_back_as_they_came() -> None:
     x = torch.randn(1, HEADS, 5, DIM, generator=torch.Generator().manual_seed(0))
     keys, values = x.repeat_interleave(3, 1), -x.repeat_interleave(3, 1)
