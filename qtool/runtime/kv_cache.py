@@ -162,8 +162,9 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
         for name, spec in scales[number].items():
             attribute = name.rpartition(".")[2]
             if not hasattr(attention, attribute):
-                # packed: only buffers
-                device = next(chain(attention.parameters(), attention.buffers())).device
+                # attention that is packed has buffers alone, one without linears nothing
+                held = attention.parameters(), attention.buffers(), decoder.parameters()
+                device = next(chain(*held)).device
                 neutral = torch.full(
                     spec.shape, NEUTRAL.get(attribute, 0.0), dtype=spec.dtype, device=device
                 )

@@ -37,6 +37,13 @@ class Unit(RMSNorm):
     """A norm that does not say so in its name."""
 
 
+class Cached(nn.Module):
+    """A module without tensors that calls the cache."""
+
+    def forward(self, cache: Any, *given: Any) -> Any:
+        return cache.update(*given)
+
+
 class Block(nn.Module):
     def __init__(self, c: OwnConfig, number: int) -> None:
         super().__init__()
@@ -55,6 +62,7 @@ class Block(nn.Module):
         self.k_norm = RMSNorm(d) if "k-norm" in self.how else None
         self.skip = nn.Linear(h, h, bias=biased) if "skip" in self.how else None
         self.scale = nn.Parameter(torch.ones(h)) if "scale" in self.how else None
+        self.cached = Cached() if "cached" in self.how else None
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         x = x + self.attention(self.normed(self.norm, x), kwargs.get(CACHE))
@@ -80,7 +88,8 @@ class Block(nn.Module):
         k = k if self.k_norm is None else self.k_norm(k)
         q, k = turned(q), turned(k)
         if cache is not None:
-            k, v = cache.update(k, v, self.number)
+            given = k, v, self.number
+            k, v = self.cached(cache, *given) if self.cached else cache.update(*given)
         if "gqa" in how:
             out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:

@@ -81,15 +81,17 @@ def test_a_structure_is_proved_or_left_alone(
 
 
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])
-def test_a_block_that_calls_the_cache_itself_holds_its_tensors(
-    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("how", "module"), [("", ""), ("cached", "cached.")])
+def test_what_calls_the_cache_holds_its_tensors(
+    how: str, module: str, kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It may be the block, or a module that has no tensors otherwise."""
     register(monkeypatch)
-    source, out = save("", tmp_path / "source"), tmp_path / "out"
+    source, out = save(how, tmp_path / "source"), tmp_path / "out"
     proof.quantize(source, out, "paper", kv=kv)
-    stored = [name for name in Checkpoint(out).entries if name.count(".") == 3]
-    assert stored == [
-        f"model.layers.{n}.{name}" for n in range(3) for name in STORED[require_kv(kv)]
+    of_cache = STORED[require_kv(kv)]
+    assert [name for name in Checkpoint(out).entries if name.endswith(of_cache)] == [
+        f"model.layers.{n}.{module}{name}" for n in range(3) for name in of_cache
     ]
     assert not [row for row in qtool.verify(out) if row.problem]
     errors = kv_errors(qtool.load(out), windows(source))
