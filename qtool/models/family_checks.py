@@ -96,6 +96,11 @@ def require_consistent(family: Family) -> None:
             raise QtoolError(
                 f"family {family.name}: {where} names {name!r}, and tensors has no {name}.weight"
             )
+    cache = family.kv_cache
+    if cache and not any(name.startswith(cache.tensor("")) for name in family.tensors):
+        raise QtoolError(
+            f"family {family.name}: kv_cache names {cache.module!r}, and tensors has none of it"
+        )
     known = {*SIZES, *family.sizes}
     for name, shape in {**family.tensors, **rows}.items():
         for word in shape.replace("+", " ").split():

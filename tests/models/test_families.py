@@ -190,6 +190,7 @@ def test_declared_families_name_what_they_declare(family: Family) -> None:
         ),
         ({"attention": Attention(q="q")}, "attention names 'q', and tensors has no q.weight"),
         ({"kv_cache": KVCache(argument=5)}, "family Mine: KVCache: argument is 5; str is expected"),  # type: ignore[arg-type]
+        ({"kv_cache": KVCache("attn")}, "kv_cache names 'attn', and tensors has none of it"),
         (
             {"attention": replace(LLAMA.attention or Attention(), k_norm="kn")},
             "attention names 'kn', and tensors has no kn.weight",
