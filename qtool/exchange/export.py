@@ -237,9 +237,10 @@ class _Export(Conversion):
         block, module = self.family.place(attention)
         assert block is not None
         own = self.family.at(self.settings, block)
-        within = next(tensor for tensor in own.tensors if tensor.startswith(f"{module}."))
-        linear = attention + within.removeprefix(module).rpartition(".")[0]
-        disk = self.family.published_names(linear)[0].rpartition(".")[0]
+        inside = (t.removeprefix(f"{module}.") for t in own.tensors if t.startswith(f"{module}."))
+        weight = next(tensor for tensor in inside if tensor.endswith(".weight"))
+        published = self.family.published_names(f"{attention}.{weight.removesuffix('.weight')}")[0]
+        disk = published.rsplit(".", weight.count("."))[0]
         for part, tensor in self.target.kv_tensors(*scales).items():
             yield f"{disk}.{part}", tensor
 

@@ -25,7 +25,8 @@ from tests.models.tiny import save_tiny
 #: with convolutions, Gated DeltaNet twice, Mamba, Mamba-2, heads of two sizes and shared ones
 HYBRIDS = ("lfm2", "qwen3_5_text", "qwen3_next", "jamba", "granitemoehybrid", "gemma4_text")
 #: the blocks of each tiny model that keep keys and values
-CACHED = {kind: [1] for kind in HYBRIDS} | {"gemma4_text": [0, 1]}
+CACHED = {kind: [1] for kind in HYBRIDS}
+CACHED |= {kind: [0, 1] for kind in ("gemma4_text", "granite_swa", "moshi")}
 
 
 def decoded(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:
@@ -87,8 +88,9 @@ def test_a_resumed_run_ends_at_the_same_bytes(model_type: str, kv: str, tmp_path
     proof.resumes(source, tmp_path / "resumed", whole, kv=kv)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "gemma4_text"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "gemma4_text", "granite_swa", "moshi"])
 def test_an_export_has_scales_of_attention_alone(model_type: str, tmp_path: Path) -> None:
+    """Granite SWA's attention has a tensor of its own, Moshi's linears lie in modules."""
     source, out = save_tiny(model_type, tmp_path / "source"), tmp_path / "out"
     proof.quantize(source, out, "fast", kv="kv8")
     for target, names in {
