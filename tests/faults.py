@@ -255,8 +255,8 @@ FAULTS = [
         ),
         (
             "qtool/runtime/kv_cache.py",
-            "layers: list[Any] = DynamicCache(config=config).layers",
-            "layers: list[Any] = [DynamicLayer() for _ in DynamicCache(config=config).layers]",
+            "list(given) or DynamicCache(config=config).layers",
+            "[DynamicLayer() for _ in given or DynamicCache(config=config).layers]",
             "tests/runtime/test_kv_cache.py -k hybrid",
         ),
         # layouts: where the numbers lie
