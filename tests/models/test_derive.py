@@ -126,7 +126,9 @@ def test_transformers_sees_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("falcon_h1", "its blocks keep more than keys and values in the cache"),  # Mamba's state
         ("qwen4_exp_text", "its blocks keep more than keys and values in the cache"),  # an indexer
-        ("dory", "a block gives it keys and values more than once"),
+        pytest.param(
+            "dory", "a block gives it keys and values more than once", marks=needs_class("dory")
+        ),
         ("deepseek_v3", "engines cache the latent of its attention, not keys and values"),
         ("minimax", "its forward takes no KV cache of transformers' common kind"),
     ],
