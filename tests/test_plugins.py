@@ -605,6 +605,15 @@ def test_a_family_refuses_transforms_alone(name: str) -> None:
         Job.of(config, recipes.load("w8a8"))
 
 
+def test_a_family_without_a_kv_cache_has_no_quantized_one() -> None:
+    own = dataclasses.replace(FAMILIES[0], name="Own", model_types=("own",), kv_cache=None)
+    qtool.register_family(own)
+    config = Checkpoint(DEMO).config | {"model_type": "own"}
+    recipe = dataclasses.replace(recipes.load("w8a8"), kv="kv8")
+    with pytest.raises(QtoolError, match=r"^kv8: Own models declare no kv_cache$"):
+        Job.of(config, recipe)
+
+
 def method(base: type, **body: Any) -> type:
     return type("Mine", (base,), {"name": "mine", "needs_data": False, **body})
 

@@ -330,6 +330,8 @@ def _require_all_fit(job: Job) -> None:
     """Refuse an unknown KV quantizer, and a linear that scheme, layout or rounding cannot take."""
     for block in job.distinct_blocks:
         kv_tensors(job.recipe.kv, job.block_family(block), job.namespace)
+    if job.recipe.kv and not any(job.block_family(n).kv_cache for n in job.distinct_blocks):
+        raise QtoolError(f"{job.recipe.kv}: {job.family.name} models declare no kv_cache")
     packed = [
         (job.full(block, name), shapes[name], linear_format)
         for block in job.distinct_blocks

@@ -111,7 +111,7 @@ class KVCaches:
             return f"keys {list(keys)} and values {list(values)} enter it for {SHAPE[1]} tokens"
         for attribute in ATTRIBUTES:
             if hasattr(self.recorded.model.get_submodule(module), attribute):
-                return f"its {name} has a {attribute} of another meaning"
+                return f"its {name or 'block'} has a {attribute} of another meaning"
         argument = _argument(self.recorded.model.get_submodule(self._prefix(number)[:-1]))
         if not argument:
             return "its blocks have no argument for it"
