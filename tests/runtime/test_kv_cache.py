@@ -398,6 +398,20 @@ def test_a_hybrid_forgets_the_tokens_that_a_guess_got_wrong() -> None:
     assert torch.equal(guessed, expected)
 
 
+@pytest.mark.parametrize("kind", ["gemma4_text", "afmoe"])
+@torch.no_grad()
+def test_blocks_of_a_window_and_of_all_tokens_have_one_cache(kind: str) -> None:
+    """40 tokens, where some blocks look back over 16 alone."""
+    model = make_hybrid(kind, "kv8")
+    for name, scale in model.named_buffers():
+        if name.endswith(("k_scale", "v_scale")):
+            scale.fill_(0.05)
+    full, cache = model(ids(40)).logits, QuantCache.of(model)
+    assert "sliding_attention" in model.config.layer_types
+    parts = [model(part, **{CACHE: cache}).logits for part in ids(40).split([30, *[1] * 10], 1)]
+    assert (torch.cat(parts, 1) - full).norm() < 5e-3 * full.norm()
+
+
 @pytest.mark.parametrize("kv", ["kv8", "kv4"])
 def test_a_cast_leaves_what_is_stored_as_it_is(kv: str) -> None:
     """Scales of packed linears and of the cache are the checkpoint's; biases and norms follow."""
