@@ -469,26 +469,23 @@ def test_an_evaluation_is_repeated_as_it_was_asked(quantized):
     ]
 
 
-def test_an_evaluated_file_is_named_by_its_path(quantized):
-    identity, metric = saved.identity(quantized), {"perplexity": Metric(9.0, 0.1, False)}
-    for task, origin in (("a b.txt", "texts/a b.txt"), ("c4", "/data/c4.txt")):
-        result = TaskResult(task, "perplexity", origin, 9, metric)
-        saved.save(quantized, SavedResult(identity, {"task": task}, [result]))
-    told = report_commands.commands(collect(quantized, None, "cpu"))
+@pytest.mark.parametrize(
+    ("task", "origin", "told"),
+    [
+        ("a b.txt", "texts/a b.txt", "'texts/a b.txt' ... --save"),
+        ("c4", "/data/c4.txt", "c4 ... --data-dir /data --save"),
+        ("own", "my data/tasks/own.jsonl", "own ... --data-dir 'my data' --save"),
+        ("piqa", "lm-eval", "piqa ... --save"),
+    ],
+)
+def test_what_was_evaluated_is_named_by_its_path_and_directory(quantized, task, origin, told):
+    perplexity = origin.endswith(".txt")
+    kind, name = ("perplexity", "perplexity") if perplexity else ("zero_shot", "acc")
+    result = TaskResult(task, kind, origin, 9, {name: Metric(0.5, 0.1, not perplexity)})
+    saved.save(quantized, SavedResult(saved.identity(quantized), {"task": task}, [result]))
     common = f"--model {quantized} --compare llama"
-    assert f"qtool eval 'texts/a b.txt' {common} --save" in told
-    assert f"qtool eval c4 {common} --data-dir /data --save" in told
-
-
-def test_a_task_of_ones_own_is_evaluated_again_with_its_directory(quantized):
-    identity, metric = saved.identity(quantized), {"acc": Metric(0.5, 0.1, True)}
-    for task, origin in (("own", "my data/tasks/own.jsonl"), ("piqa", "lm-eval")):
-        result = TaskResult(task, "zero_shot", origin, 9, metric)
-        saved.save(quantized, SavedResult(identity, {"task": task}, [result]))
-    told = report_commands.commands(collect(quantized, None, "cpu"))
-    common = f"--model {quantized} --compare llama"
-    assert f"qtool eval own {common} --data-dir 'my data' --save" in told
-    assert f"qtool eval piqa {common} --save" in told
+    commands = report_commands.commands(collect(quantized, None, "cpu"))
+    assert f"qtool eval {told.replace('...', common)}" in commands
 
 
 def test_a_missing_baseline_names_the_evaluation_that_lacks_it(quantized):
