@@ -4,8 +4,9 @@ It continues calibration windows if the model itself does not fit on a GPU.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qtool import recipes
+from qtool.format.linear import LinearFormat
 from qtool.io.source import Checkpoint
 from qtool.models.auto import float_config
 from qtool.pipeline.job import Job
@@ -25,7 +27,7 @@ from qtool.runtime.compile_kernels import compile_kernels
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.load import load_tensors
 
-#: number of blocks read and rounded in parallel, since one thread does not reach a disk's rate
+#: number of threads that read and round, since one does not reach a disk's rate
 THREADS = 4
 
 
@@ -46,19 +48,21 @@ def load_rounded(
     job = job_of(source, recipes.load(ROUNDED_SCHEME, "fast"), keep_unknown=True)
     blocks, shards = StreamedBlocks(source, job, device), job.shards()[1:-1]
 
-    def rounded(index: int) -> list[tuple[str, Tensor]]:
-        made = blocks.tensors(index, None, shards[index], {})
-        return [(name, _on_host(tensor)) for name, tensor in made]
+    def block(index: int) -> Iterator[tuple[str, Tensor]]:
+        return blocks.tensors(index, None, shards[index], {})
 
-    tables = embedding_and_head.tables(source, job, device)
-    head = embedding_and_head.head(source, job, device)
+    def made(part: Callable[[], Iterable[tuple[str, Tensor]]]) -> list[tuple[str, Tensor]]:
+        return [(name, _on_host(rows)) for name, rows in part()]
+
+    outside = (embedding_and_head.tables, embedding_and_head.head)
+    parts = [partial(tensors, source, job, device) for tensors in outside]
+    parts += [partial(block, index) for index in range(job.blocks)]
     pieces: dict[str, list[Tensor]] = defaultdict(list)
-    linears = _joined_linears(job, device) if counts else []
+    linears = _distinct_linears(job, device) if counts else []
     with ThreadPoolExecutor(1) as compiler, ThreadPoolExecutor(THREADS, "round") as threads:
         compiled = compiler.submit(compile_kernels, linears, counts, job.dtype)
-        inner = chain.from_iterable(threads.map(rounded, range(job.blocks)))
-        for name, rows in chain(tables, inner, head):
-            pieces[name].append(_on_host(rows))
+        for name, rows in chain.from_iterable(threads.map(made, parts)):
+            pieces[name].append(rows)
     compiled.result()  # or its error
     config: Any = float_config(source.directory)
     config.quantization_config = job.format.to_dict()
@@ -69,22 +73,19 @@ def load_rounded(
     return load_tensors(config, tensors, device)
 
 
-def _joined_linears(job: Job, device: torch.device) -> list[QuantLinear]:
-    """A linear, of any weight, for each kind of joined linears in the blocks of ``job``.
-
-    The runtime multiplies linears that read one input as one (:mod:`qtool.runtime.merge`).
-    """
-    found = {}
+def _distinct_linears(job: Job, device: torch.device) -> list[QuantLinear]:
+    """A linear, of any weight, for each shape and format in the blocks of ``job``."""
+    kinds: dict[tuple[int, int, LinearFormat], None] = {}
     for block in job.distinct_blocks:
-        formats, shapes = job.formats(block), job.linears(block)
-        for group in job.block_family(block).groups:
-            names = [name for name in group.linears if name in formats]
-            if names and not group.routed:
-                kind = shapes[names[0]][1], sum(shapes[n][0] for n in names), formats[names[0]]
-                found[kind] = QuantLinear(
-                    *kind, bias=False, permuted=False, dtype=job.dtype, device=device
-                )
-    return [*found.values()]
+        family, shapes = job.block_family(block), job.linears(block)
+        for name, linear_format in job.formats(block).items():
+            if not family.group_of(name).routed:
+                n, k = shapes[name]
+                kinds[k, n, linear_format] = None
+    return [
+        QuantLinear(*kind, bias=False, permuted=False, dtype=job.dtype, device=device)
+        for kind in kinds
+    ]
 
 
 def _on_host(x: Tensor) -> Tensor:
