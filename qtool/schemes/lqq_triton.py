@@ -13,7 +13,7 @@ from torch import Tensor
 from qtool.schemes.arithmetic.launch_triton import launch
 from qtool.schemes.base import ClipRatio, Params, scale_bounds
 
-#: elements of one program, and groups of a row that a program handles at a time
+#: elements of a row, and groups of a row, that a program handles at a time
 TILE, FIT_TILE = 2048, 128
 
 if find_spec("triton"):
@@ -22,30 +22,30 @@ if find_spec("triton"):
 
     from qtool.schemes.arithmetic.round_triton import MAGIC
 
-    @triton.jit
+    # one build for all shapes
+    @triton.jit(do_not_specialize=["less"])
     def _fake(  # type: ignore[no-untyped-def]
         weight_ptr,
         s1_ptr,
         s2_ptr,
         offset_ptr,
         out_ptr,
-        count,
+        k,
+        less,
         SIZE: tl.constexpr,
-        GROUPS: tl.constexpr,
-        LESS: tl.constexpr,
         TILE: tl.constexpr,
     ):
-        at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        inside = at < count
+        row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+        inside, at = column < k, row * k + column
         weight = tl.load(weight_ptr + at, inside, 0.0).to(tl.float32)
-        group = at // SIZE
-        s1 = tl.load(s1_ptr + group // GROUPS, inside, 1.0).to(tl.float32)
+        s1 = tl.load(s1_ptr + row).to(tl.float32)
+        group = row * (k // SIZE) + column // SIZE
         s2 = tl.load(s2_ptr + group, inside, 1).to(tl.float32)
         low = tl.load(offset_ptr + group, inside, 128).to(tl.float32) - 128.0
         q8 = tl.minimum(tl.maximum((tl.div_rn(weight, s1) + MAGIC) - MAGIC, -119.0), 119.0)
         q4 = tl.minimum(tl.maximum((tl.div_rn(q8 - low, s2) + MAGIC) - MAGIC, 0.0), 15.0)
         value = (q4 * s2 + low) * s1
-        tl.store(out_ptr + at, value - weight if LESS else value, inside)
+        tl.store(out_ptr + at, tl.where(less != 0, value - weight, value), inside)
 
     # one build for all shapes and clips
     @triton.jit(do_not_specialize=["groups", "by_row", "by_group"])
@@ -130,17 +130,15 @@ def fake(weight: Tensor, params: Params, *, less: bool) -> Tensor:
     weight, n, k = weight.contiguous(), *weight.shape
     out = torch.empty(n, k, dtype=torch.float32, device=weight.device)
     inputs = [params[name].contiguous() for name in ("s1", "s2", "offset")]
-    groups = params["s2"].shape[1]
     launch(
         _fake,
-        (triton.cdiv(n * k, TILE),),
+        (n, triton.cdiv(k, TILE)),
         weight,
         *inputs,
         out,
-        n * k,
-        SIZE=k // groups,
-        GROUPS=groups,
-        LESS=less,
+        k,
+        int(less),
+        SIZE=k // params["s2"].shape[1],
         TILE=TILE,
         enable_fp_fusion=False,
     )
