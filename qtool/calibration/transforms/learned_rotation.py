@@ -28,7 +28,7 @@ Legend: n order of a matrix, h matrices, M rows, K columns, of which each matrix
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import gcd
 
 import torch
@@ -161,37 +161,65 @@ def descend(
         keeps_ones: keep ``ones Q = ones``, as LayerNorm needs, if ``start`` has it: the rows and
             the columns of each step Y then sum to 0.
     """
-    q = start.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    one = torch.eye(q.shape[-1], device=q.device)
-    mean, squares = torch.zeros_like(q), torch.zeros_like(q)
-
-    def move(in_q: Tensor, share: Tensor, rate: Tensor) -> None:
-        with tensor_cores():
-            product = q.mT @ in_q
-        skew = product - product.mT
-        mean.lerp_(skew, 1 - MOMENTUM)
-        squares.lerp_(skew.square(), 1 - SQUARES)
-        half = mean / (squares / share).sqrt_().clamp_(min=1e-20) * rate
-        if keeps_ones:  # the means of a skew-symmetric matrix's columns are minus its rows'
-            means = half.mean(-1, keepdim=True)
-            half = half - means + means.mT
-        # the matrix is positive definite, so no check waits for the GPU
-        factor, _ = torch.linalg.cholesky_ex(half.mT @ half + one)
-        # 3 times as fast for small matrices on a GPU as cholesky_solve
-        inner = solve_triangular(factor, one - half, upper=False)
-        q.copy_(2 * q @ solve_triangular(factor.mT, inner, upper=True) - q)
-
-    recorded = q.is_cuda and q.shape[-1] <= RECORDED
-    moved = Recorded(move, may_wait=False) if recorded else move
+    recorded = start.is_cuda and start.shape[-1] <= RECORDED
+    own = (_recorded if recorded else Descent)(start.shape, start.device, keeps_ones)
+    own.begin(start)
     for step in range(steps):
         share = 1 - SQUARES ** (step + 1)
-        size = RATE * ((1 - step / steps) / q.shape[-1]) ** 0.5
+        size = RATE * ((1 - step / steps) / start.shape[-1]) ** 0.5
         rate = size / (1 - MOMENTUM ** (step + 1)) / 2
-        moved(gradient_of(q, step), q.new_full((), share), q.new_full((), rate))
-    q = q.double()
+        own.move(gradient_of(own.q, step), own.q.new_full((), share), own.q.new_full((), rate))
+    q = own.q.double()
     for _ in range(4):  # Newton's iteration to the nearest orthogonal matrix
         q = 1.5 * q - 0.5 * q @ (q.mT @ q)
     return q
+
+
+class Descent:
+    """The matrices ``q [h, n, n]`` of :func:`descend`, float32, and the moments of its Adam.
+
+    Attributes:
+        move: function that takes a step, from the gradient in q, the share of the squares that
+            :attr:`squares` holds, and the rate.
+    """
+
+    def __init__(self, shape: torch.Size, device: torch.device, keeps_ones: bool) -> None:
+        self.q, self.mean, self.squares = torch.empty(3, *shape, device=device)
+        self.one, self.keeps_ones = torch.eye(shape[-1], device=device), keeps_ones
+        self.move: Callable[[Tensor, Tensor, Tensor], None] = self._move
+
+    def begin(self, start: Tensor) -> None:
+        """Start at the orthogonal ``start [h, n, n]``."""
+        self.q.copy_(start)
+        self.mean.zero_()
+        self.squares.zero_()
+
+    def _move(self, in_q: Tensor, share: Tensor, rate: Tensor) -> None:
+        with tensor_cores():
+            product = self.q.mT @ in_q
+        skew = product - product.mT
+        self.mean.lerp_(skew, 1 - MOMENTUM)
+        self.squares.lerp_(skew.square(), 1 - SQUARES)
+        half = self.mean / (self.squares / share).sqrt_().clamp_(min=1e-20) * rate
+        if self.keeps_ones:  # the means of a skew-symmetric matrix's columns are minus its rows'
+            means = half.mean(-1, keepdim=True)
+            half = half - means + means.mT
+        # the matrix is positive definite, so no check waits for the GPU
+        factor, _ = torch.linalg.cholesky_ex(half.mT @ half + self.one)
+        # 3 times as fast for small matrices on a GPU as cholesky_solve
+        inner = solve_triangular(factor, self.one - half, upper=False)
+        self.q.copy_(2 * self.q @ solve_triangular(factor.mT, inner, upper=True) - self.q)
+
+
+@lru_cache(maxsize=1)
+def _recorded(shape: torch.Size, device: torch.device, keeps_ones: bool) -> Descent:
+    """A descent whose steps a CUDA graph replays, for all blocks.
+
+    Recording takes about as long as the steps of a block.
+    """
+    own = Descent(shape, device, keeps_ones)
+    own.move = Recorded(own.move, may_wait=False)
+    return own
 
 
 def rows_of_step(sizes: Sequence[int], order: int, step: int) -> list[slice]:

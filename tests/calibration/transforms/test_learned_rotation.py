@@ -88,11 +88,12 @@ def test_the_gradient_of_several_matrices_is_that_of_each() -> None:
     torch.testing.assert_close(gradient(x, q.detach(), GROUP), q.grad)
 
 
-def test_the_start_stays_as_it_is() -> None:
+def test_it_begins_at_the_start_which_stays_as_it_is() -> None:
     begin = start().float()
-    before = begin.clone()
-    found = learn([grouped(rows(20))], begin, 2)
-    assert torch.equal(begin, before) and not torch.allclose(found.float(), begin, atol=1e-3)
+    x, copy = [grouped(rows(20))], begin.clone()
+    torch.testing.assert_close(learn(x, begin, 0), begin.double(), rtol=0, atol=1e-6)
+    moved = learn(x, begin, 2)
+    assert torch.equal(begin, copy) and not torch.allclose(moved.float(), begin, atol=1e-3)
 
 
 def test_threads_may_use_a_matrix_on_several_devices_at_once() -> None:
@@ -134,11 +135,14 @@ def test_steps_of_a_graph_are_the_steps(
         return made[-1]
 
     monkeypatch.setattr(learned_rotation, "Recorded", recorded)
+    learned_rotation._recorded.cache_clear()
     x = torch.randn(order, matrices * order, device="cuda")
     begin = rotation(order, keeps_ones=True)(torch.eye(order, dtype=torch.float64))
     how = [grouped(x.half())], begin.expand(matrices, -1, -1).cuda(), 4
     found = learn(*how, keeps_ones=keeps_ones)
-    assert made.pop().graph is not None
+    again = learn(*how, keeps_ones=keeps_ones)  # of the next block: all its steps are replayed
+    assert made.pop().graph is not None and not made
+    torch.testing.assert_close(again, found, rtol=0, atol=1e-3)
     monkeypatch.setattr(learned_rotation, "RECORDED", 0)
     expected = learn(*how, keeps_ones=keeps_ones)
     assert not made
