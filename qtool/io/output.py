@@ -277,6 +277,11 @@ class Output:
         record = self._intact(path, record_path)
         return None if record is None else (read_header(path), record["facts"])
 
+    def kept_entries(self, name: str) -> dict[str, Entry]:
+        """Tensors that :meth:`keep` wrote, or :meth:`kept` found intact; empty if dropped."""
+        path = self._kept_paths(name)[0]
+        return read_header(path) if path.exists() else {}
+
     def drop(self, name: str) -> None:
         """Remove the tensors that :meth:`keep` wrote as ``name``, if they are there."""
         for path in reversed(self._kept_paths(name)):

@@ -291,8 +291,8 @@ class Shards:
         if not self.job.weighs_outputs:
             return None
         found = None
-        if ranks.rank() == 0 and (kept := self.output.kept(_gradients(index))):
-            found = read(kept[0]["factor"])
+        if ranks.rank() == 0 and (kept := self.output.kept_entries(_gradients(index))):
+            found = read(kept["factor"])
         return ranks.broadcast(found)
 
     def _learned(
