@@ -117,12 +117,16 @@ def expand_home(path: str | PathLike[str]) -> Path:
 def require_new_path(name: str, value: object) -> Path:
     """:func:`require_path` of what will be made.
 
+    A ``..`` behind a directory that is not there is resolved: else that directory had to be made.
+
     Raises:
         QtoolError: it has no name of its own, such as ``.``; naming it.
     """
     path = require_path(name, value)
     if path.name in ("", ".."):
         raise QtoolError(f"{name} {str(value)!r}: it names nothing that could be made")
+    if ".." in path.parts and not path.parent.exists():
+        return Path(os.path.realpath(path.parent), path.name)
     return path
 
 

@@ -118,6 +118,12 @@ def test_an_output_has_a_name(call: Callable[[Any], object], out: str | Path) ->
         call(out)
 
 
+def test_an_output_is_made_without_directories_that_its_path_leaves_again(tmp_path: Path) -> None:
+    out = tmp_path / "missing" / ".." / "q"
+    qtool.quantize("demo", "w4a16", recipe="fast", out=out)
+    assert {path.name for path in tmp_path.iterdir()} == {"q", "q.run.json"}
+
+
 def test_dir_lists_what_can_be_called() -> None:
     assert set(qtool.__all__) <= set(dir(qtool))
     for name in qtool.__all__:
