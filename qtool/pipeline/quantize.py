@@ -125,7 +125,8 @@ def quantize(
             shards.make(tokens, activations)
             source.require_unchanged(output.identity["source model"])
         record.write()
-        output.finish(_config(job), _provenance(source, job, drawn), side_files)
+        config = job.format.in_config(result_config(job))
+        output.finish(config, _provenance(source, job, drawn), side_files)
     return out
 
 
@@ -254,13 +255,12 @@ def _other_threads(record: RunRecord) -> str:
     )
 
 
-def _config(job: Job) -> dict[str, Any]:
-    """The config.json of the result."""
-    config = job.format.in_config(job.config)
+def result_config(job: Job) -> dict[str, Any]:
+    """The source's config.json with what the job changes: the ties of the head, the dtype."""
     changes: dict[str, Any] = {"tie_word_embeddings": False} if job.unties else {}
     if job.dtype != job.source_dtype:
         changes["dtype"] = dtype_name(job.dtype)
-    return _changed(config, changes)
+    return _changed(job.config, changes)
 
 
 def _changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

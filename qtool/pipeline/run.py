@@ -21,7 +21,7 @@ from qtool.io.output import require_new
 from qtool.io.source import Checkpoint
 from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.options import QuantizeOptions
-from qtool.pipeline.quantize import job_of, quantize, require_apart
+from qtool.pipeline.quantize import job_of, quantize, require_apart, result_config
 from qtool.pipeline.summary import Quantized, summarize
 from qtool.progress import Progress
 from qtool.recipes import Recipe
@@ -77,8 +77,7 @@ def run(
         reason = f"recipe {recipe.scheme}/{recipe.variant} looks at no activations"
         _log_unused(options, CALIBRATING, reason, text)
     if target is not None:
-        untied = {"tie_word_embeddings": False} if job.unties else {}
-        _require_exportable(target, job.format, source.config | untied, out, options)
+        _require_exportable(target, job.format, result_config(job), out, options)
     calibration = None
     if job.needs_data:
         # the module imports text generation, which takes seconds

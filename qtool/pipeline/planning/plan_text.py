@@ -9,6 +9,7 @@ from qtool.exchange.exportable import formats_that_take
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning import memory
 from qtool.pipeline.planning.plan import Plan, PlannedBlocks, PlannedLinear
+from qtool.pipeline.quantize import result_config
 from qtool.pipeline.streaming import activations
 from qtool.recipes.schema import CONTINUED, GIVEN
 from qtool.runtime.dispatch import not_served
@@ -147,9 +148,8 @@ def _not_served(job: Job) -> dict[str, str]:
 
 def _exports(job: Job) -> tuple[list[str], str]:
     """The formats that the result can be exported to, or why there are none."""
-    untied = {"tie_word_embeddings": False} if job.unties else {}
     try:
-        names = formats_that_take(job.format, job.config | untied)
+        names = formats_that_take(job.format, result_config(job))
     except QtoolError as error:
         return [], str(error)
     return names, "" if names else "no format takes it"
