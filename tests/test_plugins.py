@@ -15,6 +15,7 @@ from typing import Any, ClassVar  # noqa: F401  (named in a text)
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import Tensor
 
 import qtool
 from qtool import plugins, recipes
@@ -38,10 +39,13 @@ from qtool.layouts import LAYOUTS, DigitLayout, Layout
 from qtool.layouts.row_major import ROW_MAJOR
 from qtool.models import FAMILIES, family_of
 from qtool.pipeline.job import Job
+from qtool.recipes import Step
 from qtool.recipes.recipe import ADDED
 from qtool.runtime.dispatch import KERNELS, W8A8, Kernel
 from qtool.schemes import SCHEMES, Scheme
 from qtool.schemes.arithmetic.activation import Activation
+from qtool.schemes.arithmetic.grid import Grid
+from qtool.schemes.base import clip_ratio
 from qtool.schemes.qoq import QoQ
 from qtool.schemes.w4a16 import Marlin
 from qtool.schemes.w8a8 import SmoothQuant
@@ -948,6 +952,54 @@ def test_a_scheme_with_zero_points_has_clip_bounds() -> None:
     bare = {name: getattr(Scheme, name) for name in ("clip_bounds", "with_clip_bounds")}
     with pytest.raises(CheckFailed, match="one zero point for all groups, as there are no clip_b"):
         qtool.register_scheme(type("Wrong", (QoQ,), {"name": "wrong", **bare}))
+
+
+class PowerOfTwo(Marlin):
+    """Codes Q of ``2**exponent * Q + low``: the one floating-point parameter is no scale."""
+
+    name = "power-of-two"
+    group_sizes, default_group_size = (32,), 32
+    negative_scales = False
+    check_range = Scheme.check_range
+
+    def fit_range(
+        self, low: Tensor, high: Tensor, *, clip: Any = 1.0, group_clip: Any = 1.0
+    ) -> dict[str, Tensor]:
+        ratio = clip_ratio(clip, group_clip)
+        exponent = ((high - low).clamp(1e-9) * ratio / 15).log2().round()
+        return {"exponent": exponent.to(torch.int8), "low": low * ratio}
+
+    def grid(self, params: dict[str, Tensor]) -> Grid:
+        step = params["exponent"].float().exp2()
+        low = torch.zeros_like(step, dtype=torch.int32)
+        return Grid(step, params["low"], low, low + 15)
+
+    def round_groups(self, groups: Tensor, params: dict[str, Tensor]) -> Tensor:
+        return self.grid(params).nearest(groups)
+
+    def dequantize(self, codes: Tensor, params: dict[str, Tensor]) -> Tensor:
+        return self.grid(params).value(self.groups(codes.float())).flatten(1)
+
+    def clip_bounds(self, params: dict[str, Tensor]) -> Tensor:
+        grid = self.grid(params)
+        return torch.stack([grid.offset, grid.offset + 15 * grid.step])
+
+    def with_clip_bounds(self, params: dict[str, Tensor], bounds: Tensor) -> dict[str, Tensor]:
+        return PowerOfTwo.fit_range(self, *bounds)
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_float_zero_point_alone_is_no_scale(bare: bool) -> None:
+    """Such a scheme is rounded to nearest; GPTQ would fit the zero point as if it were a scale."""
+    bounds = {name: getattr(Scheme, name) for name in ("clip_bounds", "with_clip_bounds")}
+    scheme = type("Own", (PowerOfTwo,), bounds if bare else {})
+    qtool.register_scheme(scheme)
+    assert recipes.load("power-of-two").rounding.name == "rtn"
+    recipe = dataclasses.replace(recipes.load("power-of-two"), rounding=Step("gptq", {}))
+    with pytest.raises(
+        QtoolError, match=r"^power-of-two: gptq .* proportional to, and low is none"
+    ):
+        Job.of(Checkpoint(DEMO).config, recipe)
 
 
 @pytest.mark.parametrize(

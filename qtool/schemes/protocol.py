@@ -107,21 +107,34 @@ def require_clips(scheme: Scheme) -> None:
             raise CheckFailed(f"fit_range lowers no step at a {clip} of 0.5, as if it ignored it")
 
 
+def doubled_scale(scheme: Scheme, codes: Tensor, params: Params) -> Params | None:
+    """``params`` with twice their float scale.
+
+    None if they have no one floating-point parameter, or the values of ``codes`` are not
+    proportional to it.
+    """
+    twice = {
+        name: (2 * t.float()).to(t.dtype) for name, t in params.items() if t.is_floating_point()
+    }
+    if len(twice) != 1:
+        return None
+    values, doubled = (scheme.dequantize(codes, p) for p in (params, params | twice))
+    return params | twice if torch.equal(doubled, 2 * values) else None
+
+
 def _require_inverse(scheme: Scheme, codes: Tensor, params: Params) -> None:
     """Hold ``with_clip_bounds`` of ``scheme`` against its inverse, if it has zero points."""
     bounds, grid = scheme.clip_bounds(params), scheme.grid(params)
     step, zero = grid.step, grid.offset / grid.step
-    scales = {name: param for name, param in params.items() if param.is_floating_point()}
-    one_scale = len(scales) == 1  # to which all values are proportional
+    doubled = doubled_scale(scheme, codes, params)
     if bounds is None:
-        if one_scale:
+        if doubled:
             same = (zero - zero[0, 0]).abs() <= 128e-5
             require(same, "one zero point for all groups, as there are no clip_bounds,")
         return
     require_like("clip_bounds", bounds, torch.stack([step, step]))
-    if one_scale:
-        doubled = {name: (2 * scale.float()).to(scale.dtype) for name, scale in scales.items()}
-        same = torch.as_tensor(scheme.clip_bounds(params | doubled) == bounds)
+    if doubled:
+        same = torch.as_tensor(scheme.clip_bounds(doubled) == bounds)
         require(same, "clip_bounds, in units of the float scale, stays if that is doubled")
     again = scheme.with_clip_bounds(params, bounds)
     require_returned(scheme, "with_clip_bounds", again, dict[str, Tensor])

@@ -18,7 +18,7 @@ from torch import Tensor
 from qtool.calibration.precision import by_rows, coarse_product, product
 from qtool.errors import QtoolError
 from qtool.schemes.base import Params, Scheme, stored_scale
-from qtool.schemes.protocol import probe
+from qtool.schemes.protocol import doubled_scale, probe
 
 #: columns of a panel, which holds at least one group
 PANEL = 4096
@@ -41,15 +41,22 @@ def float_scale(params: Params) -> str:
 
 
 def require_float_scale(scheme: Scheme) -> None:
-    """Check that ``scheme`` has one floating-point parameter.
+    """Check that ``scheme`` has one floating-point parameter, and that it is a scale.
 
     Raises:
-        QtoolError: it has none, or several; naming the scheme.
+        QtoolError: it has none, or several, or one that values are not proportional to; naming
+            the scheme.
     """
+    params = scheme.fit(weight := probe(scheme))
     try:
-        float_scale(scheme.fit(probe(scheme)))
+        name = float_scale(params)
     except QtoolError as error:
         raise QtoolError(f"{scheme.name}: {error}") from error
+    if not doubled_scale(scheme, scheme.quantize(weight, params), params):
+        raise QtoolError(
+            f"{scheme.name}: gptq and distill fit a scale that all values are proportional to, and "
+            f"{name} is none: take the rounding rtn, or one of your own"
+        )
 
 
 def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian: Tensor) -> Params:
