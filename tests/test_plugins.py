@@ -526,6 +526,31 @@ def test_a_transform_that_fails_before_any_work_is_named() -> None:
         qtool.plan("demo", recipe=recipe)
 
 
+@pytest.mark.parametrize("function", ["permutes", "rotates", "work", "held_bytes"])
+def test_a_method_that_fails_in_a_plan_is_named(function: str) -> None:
+    recipe = transform(lambda _: None)
+    setattr(TRANSFORMS["mine"], function, lambda *_: 1 / 0)
+    said = rf"^mine: {function} fails( on \w+ models)? \(ZeroDivisionError: division by zero\)$"
+    with pytest.raises(QtoolError, match=said):
+        qtool.plan("demo", recipe=recipe)
+
+
+@pytest.mark.parametrize("function", ["learn", "embedding", "final_norm", "head"])
+def test_a_transform_that_fails_outside_of_blocks_is_named_and_can_be_corrected(
+    function: str, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = transform(lambda _: None)
+    model, out, kind = make_model(), tmp_path / "out", TRANSFORMS["mine"]
+    kind.learns = kind.rewrites_embedding = True  # type: ignore[method-assign, assignment]
+    right = getattr(kind, function)
+    monkeypatch.setattr(kind, function, lambda *_: 1 / 0)
+    said = rf"^mine: {function} fails \(ZeroDivisionError: division by zero\)$"
+    with pytest.raises(QtoolError, match=said):
+        qtool.quantize(model, recipe=recipe, out=out)
+    monkeypatch.setattr(kind, function, right)
+    qtool.quantize(model, recipe=recipe, out=out, resume=True)
+
+
 @pytest.mark.parametrize("function", ["announce", "apply", "round"])
 def test_a_method_that_fails_is_named_and_what_is_written_is_kept(
     function: str, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

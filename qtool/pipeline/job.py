@@ -144,8 +144,8 @@ class Job(Architecture):
         rotated: dict[str, None] = {}
         for kind in first:
             for method in transforms:
-                permuted |= _linears(method, kind, method.permutes(kind), "permutes")
-                rotated |= _linears(method, kind, method.rotates(kind), "rotates")
+                permuted |= _linears(method, kind, "permutes")
+                rotated |= _linears(method, kind, "rotates")
         linears = {name for kind in first for name in kind.linears()}
         checkpoint_format = CheckpointFormat(
             recipe.scheme,
@@ -384,15 +384,15 @@ def _require_transforms(what: str, names: Iterable[str]) -> None:
             raise QtoolError(f"{what} {name!r}, which is no transform: {suggest(name, TRANSFORMS)}")
 
 
-def _linears(
-    method: Transform, family: Family, names: tuple[str, ...], does: str
-) -> dict[str, None]:
-    """``names`` of linears whose inputs ``method`` permutes or rotates, in their order.
+def _linears(method: Transform, family: Family, does: str) -> dict[str, None]:
+    """Names of the linears whose inputs ``method`` permutes or rotates, in their order.
 
     Raises:
-        QtoolError: one of them is no linear of a block, or they are no names.
+        QtoolError: it fails, one of them is no linear of a block, or they are no names.
     """
     linears = set(family.linears())
+    with running(fails=f"{method.name}: {does} fails on {family.name} models"):
+        names = getattr(method, does)(family)
     for name in require_returned(method, does, names, Sequence[str]):
         if name not in linears:
             raise QtoolError(

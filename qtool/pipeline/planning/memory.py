@@ -16,6 +16,7 @@ from qtool.calibration.cost import BlockShape
 from qtool.calibration.method import LEARNING_SEQUENCES, Method
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.errors import QtoolError, require_count
+from qtool.models.auto import running
 from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
 from qtool.pipeline.planning.work import block_shape
@@ -134,7 +135,9 @@ def _counted(method: Method, counts: str, shape: BlockShape) -> int:
     Raises:
         QtoolError: it counts less than 0, or no whole number.
     """
-    found = require_returned(method, counts, getattr(method, counts)(shape), int)
+    with running(fails=f"{method.name}: {counts} fails"):
+        found = getattr(method, counts)(shape)
+    require_returned(method, counts, found, int)
     require_count(f"{method.name}: {counts}", found, least=0)
     return found
 

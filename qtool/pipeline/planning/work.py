@@ -10,6 +10,7 @@ from math import inf, prod
 from qtool.calibration.cost import GRADIENTS, BlockShape, Work
 from qtool.calibration.method import LEARNING_SEQUENCES, Method
 from qtool.errors import QtoolError
+from qtool.models.auto import running
 from qtool.pipeline.job import Job
 from qtool.plugins import is_of, require_returned
 from qtool.runtime.packed_kv import kv_tensors
@@ -60,7 +61,9 @@ def _work(method: Method, shape: BlockShape) -> Work:
     Raises:
         QtoolError: it is no :class:`Work`, or an amount in it no finite number of at least 0.
     """
-    work = require_returned(method, "work", method.work(shape), Work)
+    with running(fails=f"{method.name}: work fails"):
+        work = method.work(shape)
+    require_returned(method, "work", work, Work)
     for name, amount in vars(work).items():
         if not is_of(amount, float) or not 0 <= amount < inf:
             raise QtoolError(

@@ -14,7 +14,7 @@ from qtool.errors import QtoolError
 from qtool.io.finite import finite_rows, is_finite, require_finite
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
-from qtool.pipeline.streaming.method_checks import rewritten
+from qtool.pipeline.streaming.method_checks import rewritten, running_method
 from qtool.plugins import require_returned
 
 
@@ -42,7 +42,9 @@ def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Ten
 def embedded(rows: Tensor, job: Job) -> Tensor:
     """Rows ``[n, H]`` of the embedding, or directions of the residual stream, rewritten."""
     for transform in job.transforms:
-        rows = rewritten(transform, "embedding", rows, transform.embedding(rows))
+        with running_method(transform, "embedding"):
+            found = transform.embedding(rows)
+        rows = rewritten(transform, "embedding", rows, found)
     return rows
 
 
@@ -81,7 +83,9 @@ def _norm_and_head(
     head_name = f"{family.head}.weight"
     norms = [_final_norm(source, job)]  # the norm before each transform, and after the last one
     for transform in job.transforms:
-        norm = require_returned(transform, "final_norm", transform.final_norm(norms[-1]), Norm)
+        with running_method(transform, "final_norm"):
+            norm = transform.final_norm(norms[-1])
+        require_returned(transform, "final_norm", norm, Norm)
         rewritten(transform, "final_norm", norms[-1].gain, norm.gain)
         norms.append(norm)
     for part, stored in norms[-1].stored().items() if family.final_norm else ():
@@ -92,7 +96,8 @@ def _norm_and_head(
     for rows in _head_rows(source, job, device):
         changed = rows
         for transform, norm in zip(job.transforms, norms, strict=False):
-            of_head = transform.head(changed, norm.gain.to(device))
+            with running_method(transform, "head"):
+                of_head = transform.head(changed, norm.gain.to(device))
             changed = rewritten(transform, "head", changed, of_head)
         yield head_name, as_stored(head_name, changed, job)
 

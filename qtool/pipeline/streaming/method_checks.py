@@ -23,13 +23,16 @@ from qtool.plugins import is_of, require_returned
 from qtool.schemes.base import ClipRatio, Params, Scheme
 
 
-def running_method(method: Method, function: str, index: int) -> AbstractContextManager[None]:
+def running_method(
+    method: Method, function: str, index: int | None = None
+) -> AbstractContextManager[None]:
     """Name ``function`` of ``method`` and block ``index`` in what the function raises while open.
 
     The run counts as interrupted: its blocks are kept, and it can be resumed once the function is
     corrected.
     """
-    return running(fails=f"{method.name}: {function} fails on block {index}", kind=Interrupted)
+    where = "" if index is None else f" on block {index}"
+    return running(fails=f"{method.name}: {function} fails{where}", kind=Interrupted)
 
 
 def apply(transform: Transform, block: Block, batches: Sequence[Batch], job: Job) -> None:

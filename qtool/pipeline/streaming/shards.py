@@ -46,6 +46,7 @@ from qtool.pipeline.streaming.activations import (
     place_for,
 )
 from qtool.pipeline.streaming.built_blocks import BuiltBlocks
+from qtool.pipeline.streaming.method_checks import running_method
 from qtool.pipeline.streaming.snapshots import Snapshots
 from qtool.pipeline.streaming.stream_gradients import NoBackward, stream_gradients
 from qtool.pipeline.streaming.streamed_blocks import StreamedBlocks
@@ -301,7 +302,8 @@ class Shards:
         """What transform ``number`` learns from blocks that the earlier ones have rewritten."""
         job = self.job
         earlier = replace(job, transforms=job.transforms[:number], rounding=RoundToNearest())
-        with self._few(earlier, tokens, snapshots, job.transforms) as built:
+        few = self._few(earlier, tokens, snapshots, job.transforms)
+        with few as built, running_method(transform, "learn"):
             found = transform.learn(built.blocks(), built.batches)
         for key, tensor in require_returned(transform, "learn", found, dict[str, Any]).items():
             require_returned(transform, "learn", tensor, Tensor, f" for {key!r}")
