@@ -222,6 +222,8 @@ def gains(blocks: Sequence[Mapping[str, Any]]) -> list[Gain]:
     ratios: dict[str, list[float]] = {}
     for notes in blocks:
         for method, note in notes.items():
+            if not isinstance(note, Mapping):  # a count, or what a method from outside notes
+                continue
             for choice in [note] if {"error", "loss"} & note.keys() else note.values():
                 after, before = _after_before(choice)
                 if before:

@@ -417,6 +417,7 @@ def test_recorded_errors_and_gains():
         "o": {"error": 3.0, "error_unsmoothed": 3.0},
     }
     notes["smooth-attention"] = {"alpha": 0.5, "error": 1.0, "error_unsmoothed": 2.0}
+    notes["batches halved for lack of memory"] = 1
     errors = recorded_errors([notes, {"gptq": {"q": {"error": 0.5}}}])
     assert errors.by_role == {"mlp.experts.up": {0: 0.3}, "q": {0: 0.2, 1: 0.5}}
     found = {gain.method: gain for gain in gains([notes])}
