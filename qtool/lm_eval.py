@@ -32,7 +32,7 @@ def main() -> None:
     except QtoolError as error:
         sys.exit(f"qtool: {error}")
 
-    class TaskManager(tasks.TaskManager):  # type: ignore[misc]
+    class TaskManager(tasks.TaskManager):
         @property
         def all_tasks(self) -> list[str]:
             return [*files, *super().all_tasks]

@@ -99,7 +99,7 @@ class VllmModel(Engine):
 
         from qtool.eval.language_model import MergedPairs
 
-        class LanguageModel(MergedPairs, vllm_causallms.VLLM):  # type: ignore[misc]
+        class LanguageModel(MergedPairs, vllm_causallms.VLLM):
             """lm-eval's own class of vLLM's models."""
 
         with patch.object(vllm_causallms, "LLM", lambda **_: self.llm):

@@ -20,13 +20,13 @@ from qtool.serving.sglang.parameters import TYPES
 log = logging.getLogger(__name__)
 
 
-class QtoolLinearMethod(PackedLinear, LinearMethodBase):  # type: ignore[misc]
+class QtoolLinearMethod(PackedLinear, LinearMethodBase):
     """A packed linear on SGLang's parameter classes."""
 
     types = TYPES
 
 
-class QtoolConfig(QuantizationConfig):  # type: ignore[misc]
+class QtoolConfig(QuantizationConfig):
     """The format of a native checkpoint, asked layer by layer."""
 
     def __init__(self, linears: PackedLinears, joined: dict[str, list[str]]) -> None:

@@ -71,7 +71,7 @@ class QtoolConfig(QuantizationConfig):
     def __repr__(self) -> str:
         return f"QtoolConfig({self.format.scheme})"
 
-    def get_name(self) -> str:  # type: ignore[override]
+    def get_name(self) -> str:
         return QUANT_METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
@@ -122,7 +122,7 @@ class QtoolConfig(QuantizationConfig):
             renamed = hf_to_vllm_mapper.apply_list([name + end])
             self.stored |= {new.removesuffix(end): stored for new in renamed}
 
-    def get_cache_scale_mapper(self) -> WeightsMapper:  # type: ignore[override]
+    def get_cache_scale_mapper(self) -> WeightsMapper:
         self.require_asked()  # vLLM's loader comes here when all layers are made
         names = {} if self.of_transformers else self.published
         renamed = {

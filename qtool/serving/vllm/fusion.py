@@ -52,7 +52,7 @@ def switch_on(config: VllmConfig) -> None:
         compilation.custom_ops.append(f"+{SILU_UP_KEPT}")
 
 
-class FuseQuantization(InductorPass):  # type: ignore[misc]
+class FuseQuantization(InductorPass):
     """:func:`fuse` for vLLM's compiler; vLLM's compile cache is keyed by :meth:`uuid` too."""
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -18,7 +18,7 @@ class _OnePerLinear(OnePerLinear, RowvLLMParameter):
 
 
 @register_weight_loader_v2_supported_method
-class QtoolLinearMethod(PackedLinear, LinearMethodBase):  # type: ignore[misc]
+class QtoolLinearMethod(PackedLinear, LinearMethodBase):
     """A packed linear on vLLM's parameter classes."""
 
     types = ParameterTypes(

@@ -73,7 +73,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
             "--lora-target-modules q_proj k_proj v_proj o_proj"
         )
 
-    def create_weights(  # type: ignore[override]
+    def create_weights(
         self,
         layer: RoutedExperts,
         num_experts: int,
@@ -111,7 +111,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
                 )
                 layer.register_parameter(f"{stack}_{part}", parameter)
                 parameter.weight_loader = partial(self.load, layer)  # type: ignore[attr-defined]
-        layer.load_weights = partial(self.load_weights, layer)  # type: ignore[method-assign]
+        layer.load_weights = partial(self.load_weights, layer)
 
     def load_weights(
         self, layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]
