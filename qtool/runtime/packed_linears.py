@@ -129,6 +129,11 @@ class PackedLinears:
                     "rule that leaves them so"
                 )
 
+    @cached_property
+    def families(self) -> frozenset[Family]:
+        """The families of single blocks."""
+        return frozenset(map(self._block, range(self.settings.num_hidden_layers)))
+
     def names(self) -> Iterator[str]:
         """Full names of all packed linears."""
         return filter(self.format.of, self.linears())

@@ -23,6 +23,8 @@ from qtool.errors import QtoolError, require_positive, suggest
 from qtool.format import native_format
 from qtool.io.model_directory import resolve
 from qtool.io.source import read_config
+from qtool.runtime.packed_linears import PackedLinears
+from qtool.serving.preflight import cache_refused
 from qtool.serving.vllm.engine import answers, engine, greedy, require_vllm
 from qtool.table import render
 from qtool.units import whole_number
@@ -87,8 +89,9 @@ def bench_serve(
 ) -> Iterator[Served]:
     """Measure the checkpoint in ``directory`` and each of ``against`` in vLLM, row by row.
 
-    Their KV caches are fp8; a checkpoint with a quantized cache keeps its own. Batches that do not
-    fit in the cache are left out. A baseline that does not start is left out too, with a warning.
+    Their KV caches are fp8; a checkpoint with a quantized cache keeps its own if vLLM can use it.
+    Batches that do not fit in the cache are left out. A baseline that does not start is left out
+    too, with a warning.
 
     Args:
         memory: GB (10^9 bytes) of each GPU that an engine may use; nearly all by default.
@@ -101,10 +104,11 @@ def bench_serve(
     for name in against:
         if name not in BASELINES:
             raise QtoolError(f"--against {name}: {suggest(name, BASELINES)}")
-    native_format(read_config(directory))
+    config = read_config(directory)
+    linears = PackedLinears(config, native_format(config))
     require_vllm(directory, tensor_parallel)
     with tempfile.TemporaryDirectory() as folder:
-        engines = _engines(directory, against, Path(folder), tensor_parallel)
+        engines = _engines(directory, linears, against, Path(folder), tensor_parallel)
         for name, (model, wanted) in engines.items():
             request = {
                 "model": str(model),
@@ -125,19 +129,23 @@ def bench_serve(
 
 
 def _engines(
-    directory: Path, against: Sequence[str], folder: Path, tensor_parallel: int
+    directory: Path,
+    linears: PackedLinears,
+    against: Sequence[str],
+    folder: Path,
+    tensor_parallel: int,
 ) -> dict[str, tuple[Path, dict[str, Any]]]:
     """The checkpoint and each baseline by name: its directory, and options of vLLM.
 
     The directory of a baseline, in ``folder``, holds only a config.json.
     """
     config = json.loads((directory / "config.json").read_text())
-    stored = config.pop("quantization_config")
+    del config["quantization_config"]
     common = {"kv_cache_dtype": "fp8", "tensor_parallel_size": tensor_parallel}
-    ours = f"qtool {stored['scheme']}"
+    ours, kv = f"qtool {linears.format.scheme}", linears.format.kv
     engines = {ours: (directory, common)}
-    if stored.get("kv"):  # vLLM uses it unless told otherwise
-        engines = {f"{ours} {stored['kv']}": (directory, common | {"kv_cache_dtype": "auto"})}
+    if kv and not cache_refused(linears):  # vLLM uses it unless told otherwise
+        engines = {f"{ours} {kv}": (directory, common | {"kv_cache_dtype": "auto"})}
     for name in against:
         added, own = BASELINES[name]
         shape = folder / name

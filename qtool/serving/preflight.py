@@ -13,6 +13,18 @@ from qtool.serving.kernel import require_kernel
 from qtool.serving.partition import require_shares
 from qtool.serving.stored import require_stored
 
+#: quantized KV caches whose kernels read pages
+PAGED = ("kv4", "kv8")
+
+
+def cache_refused(linears: PackedLinears) -> str:
+    """Why vLLM cannot use the quantized KV cache of a checkpoint on any GPU; empty if it can."""
+    if linears.format.kv not in PAGED:
+        return f"{linears.format.kv} has no kernel over pages"
+    if len({own.kv_cache for own in linears.families}) > 1:
+        return "its pages are of one size, and not all blocks keep keys and values of one shape"
+    return ""
+
 
 def require_gpus(count: int) -> None:
     """Refuse a machine with fewer NVIDIA GPUs.

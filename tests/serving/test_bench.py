@@ -61,6 +61,14 @@ def test_a_checkpoint_with_a_quantized_cache_keeps_it(
     assert {row.engine for row in rows} == {"qtool w4a8-lqq kv4", "fp8"}
 
 
+def test_a_cache_that_vllm_cannot_use_is_neither_named_nor_asked_for(
+    native: Native, asked: list[dict[str, Any]]
+) -> None:
+    rows = list(bench.bench_serve(native(kv="kv4-channel"), against=["fp8"]))
+    assert [engine["options"]["kv_cache_dtype"] for engine in asked] == ["fp8", "fp8"]
+    assert {row.engine for row in rows} == {"qtool w4a8-lqq", "fp8"}
+
+
 def test_wrong_names_and_models_are_refused(native: Native) -> None:
     with pytest.raises(QtoolError, match="--against fp9: "):
         list(bench.bench_serve(native(), against=["fp9"]))

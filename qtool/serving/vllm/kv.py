@@ -26,14 +26,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from qtool.errors import QtoolError
 from qtool.io.finite import require_finite
 from qtool.kernels.attention.packed_cache import TOKENS
-from qtool.models import Family
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, kv_tensors
 from qtool.runtime.packed_linears import PackedLinears
+from qtool.serving.preflight import cache_refused
 
 logger = init_logger(__name__)
 
-#: caches whose kernels read pages
-PAGED = ("kv4", "kv8")
 #: prefix of attributes of vLLM's attention layer; vLLM resets other names when it wakes up
 PREFIX = "cache_"
 
@@ -85,8 +83,8 @@ def backend_path(pages: Any) -> str:
 
 def _reason_against(linears: PackedLinears, pages: Any, config: VllmConfig) -> str:
     quantizer, cache, attention = linears.format.kv, config.cache_config, config.attention_config
-    if quantizer not in PAGED:
-        return f"{quantizer} has no kernel over pages"
+    if reason := cache_refused(linears):
+        return reason
     if pages is None:
         return "this vLLM has no pages of its size and registers none"
     if not current_platform.is_cuda():
@@ -103,22 +101,12 @@ def _reason_against(linears: PackedLinears, pages: Any, config: VllmConfig) -> s
         return f"the model runs in {config.model_config.dtype}, its kernels in 16 bits"
     if config.model_config.using_transformers_backend():
         return "vLLM runs transformers' model, which has no place for the cache's tensors"
-    if config.model_config.is_hybrid:
-        return "vLLM sizes the pages of a hybrid by its recurrent states"
-    if len({own.kv_cache for own in _of_blocks(linears)}) > 1:
-        return "its blocks do not all keep keys and values, or not of one shape"
     if config.speculative_config is not None:
         return "lengths of speculative decoding are known on the GPU only"
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism cuts sequences"
     return ""
-
-
-def _of_blocks(linears: PackedLinears) -> set[Family]:
-    """The families of the model's blocks."""
-    family, settings = linears.family, linears.settings
-    return {family.at(settings, block) for block in range(settings.num_hidden_layers)}
 
 
 class KVMethod(BaseKVCacheMethod):
@@ -178,7 +166,7 @@ class KVMethod(BaseKVCacheMethod):
 def cache_tensors(linears: PackedLinears, served: bool) -> WeightsMapper:
     """From the checkpoint's names to :class:`KVMethod`'s; drops them for vLLM's own cache."""
     names: dict[re.Pattern[str], str | None] = {}
-    tensors = (kv_tensors(linears.format.kv, f, linears.settings) for f in _of_blocks(linears))
+    tensors = (kv_tensors(linears.format.kv, f, linears.settings) for f in linears.families)
     for stored in {name for of_block in tensors for name in of_block}:
         parent, _, name = stored.rpartition(".")
         ending = re.compile(rf"\.{re.escape(stored)}$")
