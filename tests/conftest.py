@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, settings
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -33,6 +35,12 @@ def needs_class(model_type: str) -> pytest.MarkDecorator:
     """Mark of a test of a model that not every supported release of transformers has."""
     missing = model_type not in CONFIG_MAPPING_NAMES
     return pytest.mark.skipif(missing, reason=f"this transformers has no {model_type}")
+
+
+def needs_transformers(release: str) -> pytest.MarkDecorator:
+    """Mark of a test of a config that transformers reads from ``release`` on."""
+    older = Version(transformers.__version__) < Version(release)
+    return pytest.mark.skipif(older, reason=f"needs transformers {release}")
 
 
 @pytest.fixture(autouse=True)
