@@ -1595,6 +1595,12 @@ FAULTS = [
         ),
         (
             "qtool/schemes/protocol.py",
+            "if torch.equal(doubled, 2 * values) else None",
+            "",
+            "tests/test_plugins.py -k float_zero_point",
+        ),
+        (
+            "qtool/schemes/protocol.py",
             'require(near, "with_clip_bounds is the inverse of clip_bounds")',
             "pass",
             "tests/test_plugins.py -k bounds",
@@ -1773,6 +1779,12 @@ FAULTS = [
             "by_group = shared or (param.dim() == 2 and param.shape[1] > 1)",
             "by_group = param.dim() == 2",
             "tests/serving/test_partition.py",
+        ),
+        (
+            "qtool/serving/preflight.py",
+            "if len({own.kv_cache for own in linears.families}) > 1:",
+            "if False:",
+            "tests/serving/test_preflight.py -k caches",
         ),
         (
             "qtool/serving/preflight.py",

@@ -15,17 +15,37 @@ from transformers import AutoConfig
 
 import qtool
 from qtool.errors import QtoolError
-from qtool.format import native_format
+from qtool.format import CheckpointFormat, native_format
 from qtool.io.source import Checkpoint, read_config
 from qtool.models import family_of
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.serving.evaluate import CACHED_WINDOWS, cache_bytes
-from qtool.serving.preflight import require_gpus, require_servable, require_shares_and_kernels
+from qtool.serving.preflight import (
+    cache_refused,
+    require_gpus,
+    require_servable,
+    require_shares_and_kernels,
+)
 from qtool.serving.vllm import engine
 from tests.models.tiny import save_tiny, tiny_config
 from tests.serving.conftest import FORMATS, ROTATED, Native, rewritten, rule
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kv", "reason"),
+    [
+        ("llama", "kv4", ""),
+        ("llama", "kv4-channel", "kv4-channel has no kernel over pages"),
+        ("granitemoehybrid", "kv8", "not all blocks keep keys and values of one shape"),
+        ("gemma4_text", "kv8", "not all blocks keep keys and values of one shape"),
+    ],
+)
+def test_which_quantized_caches_vllm_can_use(model_type: str, kv: str, reason: str) -> None:
+    config = tiny_config(model_type).to_dict()
+    found = cache_refused(PackedLinears(config, CheckpointFormat("", (), kv=kv)))
+    assert found.endswith(reason) and bool(found) == bool(reason)
 
 
 def test_shares_and_kernels_of_every_format(native: Native) -> None:
