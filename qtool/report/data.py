@@ -238,8 +238,8 @@ def _after_before(choice: Any) -> tuple[float, float]:
     """
     if not isinstance(choice, dict):
         return 0.0, 0.0
-    if "loss" in choice:
-        return min(choice["loss"]), choice["loss"][0]
+    if isinstance(curve := choice.get("loss"), list):  # a method from outside may note a number
+        return min(curve), curve[0]
     return choice.get("error", 0.0), next(
         (v for key, v in choice.items() if key.startswith("error_")), 0.0
     )

@@ -418,6 +418,7 @@ def test_recorded_errors_and_gains():
     }
     notes["smooth-attention"] = {"alpha": 0.5, "error": 1.0, "error_unsmoothed": 2.0}
     notes["batches halved for lack of memory"] = 1
+    notes["of a plugin"] = {"loss": 0.5}
     errors = recorded_errors([notes, {"gptq": {"q": {"error": 0.5}}}])
     assert errors.by_role == {"mlp.experts.up": {0: 0.3}, "q": {0: 0.2, 1: 0.5}}
     found = {gain.method: gain for gain in gains([notes])}
@@ -426,7 +427,8 @@ def test_recorded_errors_and_gains():
         0.25,
         1.0,
     )
-    assert found["smooth-attention"].median == 0.5 and "gptq" not in found
+    assert found["smooth-attention"].median == 0.5
+    assert found.keys() == {"smooth", "smooth-attention"}
     assert recorded_errors([{"distill": {"loss": [3.0, 1.0, 2.0], "epoch": 1}}]).by_role == {
         "whole block": {0: 1.0}
     }
