@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.schemes.arithmetic.activation import Activation, quantize_groups
+from qtool.schemes.arithmetic.activation import Activation, fake_groups, quantize_groups
 from qtool.schemes.arithmetic.products import group_matmul
 from qtool.schemes.arithmetic.symmetric import Symmetric
 from qtool.schemes.base import ClipRatio, GroupSize, Params, require
@@ -69,11 +69,10 @@ class Fmpq(Symmetric):
 
     def quantize_activation(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         """Codes int8 ``[..., K]`` (s8 or s4 by block) and scales ``[..., K/128]`` of ``x``."""
-        eight_bit = params["eight_bit"].bool()
-        return quantize_groups(x, BLOCK, torch.where(eight_bit, 127, 7))
+        return quantize_groups(x, BLOCK, largest_codes(params))
 
     def fake_activation(self, x: Tensor, params: Params) -> Tensor:
-        return self.activation.dequantize(*self.quantize_activation(x, params)).to(x.dtype)
+        return fake_groups(x, BLOCK, largest_codes(params))
 
     def matmul(
         self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None
@@ -84,3 +83,8 @@ class Fmpq(Symmetric):
     def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
         require(params["eight_bit"] <= 1, "eight_bit is 0 or 1")
         super().check_range(low, high, params)
+
+
+def largest_codes(params: Params) -> Tensor:
+    """The largest code ``[K/128]`` of the inputs of each block."""
+    return torch.where(params["eight_bit"].bool(), 127, 7)

@@ -40,16 +40,26 @@ class Activation:
 
     def dequantize(self, codes: Tensor, scale: Tensor) -> Tensor:
         """The float32 values ``[..., K]`` of codes and scales."""
-        return (codes.float().unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+        return dequantize_groups(codes, scale)
 
     def fake(self, x: Tensor) -> Tensor:
         """``x`` quantized and dequantized, in its own dtype."""
         if self.bits == 16:
             return x
-        size = self.group_size or x.shape[-1]
-        if activation_triton.runs_on(x, size) and x.numel() and not x.shape[-1] % size:
-            return activation_triton.fake(x, size, 2 ** (self.bits - 1) - 1)
-        return self.dequantize(*self.quantize(x)).to(x.dtype)
+        return fake_groups(x, self.group_size or x.shape[-1], 2 ** (self.bits - 1) - 1)
+
+
+def fake_groups(x: Tensor, size: int, top: Tensor | int) -> Tensor:
+    """``x [..., K]`` quantized as by :func:`quantize_groups` and dequantized, in its own dtype."""
+    if activation_triton.runs_on(x, size) and x.numel() and not x.shape[-1] % size:
+        return activation_triton.fake(x, size, top)
+    codes, scale = quantize_groups(x, size, top)
+    return dequantize_groups(codes, scale).to(x.dtype)
+
+
+def dequantize_groups(codes: Tensor, scale: Tensor) -> Tensor:
+    """The float32 values ``[..., K]`` of codes and scales ``[..., G]``."""
+    return (codes.float().unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
 
 
 def quantize_groups(x: Tensor, size: int, top: Tensor | int) -> tuple[Tensor, Tensor]:

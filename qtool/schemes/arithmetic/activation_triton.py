@@ -19,13 +19,16 @@ if find_spec("triton"):
 
     from qtool.schemes.arithmetic.round_triton import MAGIC
 
-    @triton.jit
-    def _fake(x_ptr, out_ptr, size, top, tiny, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    @triton.jit(do_not_specialize=["groups"])
+    def _fake(  # type: ignore[no-untyped-def]
+        x_ptr, out_ptr, top, size, groups, tiny, BY_GROUP: tl.constexpr, SIZE: tl.constexpr
+    ):
         column = tl.arange(0, SIZE)
+        largest = tl.load(top + tl.program_id(0) % groups).to(tl.float32) if BY_GROUP else top
         at = tl.program_id(0).to(tl.int64) * size + column
         x = tl.load(x_ptr + at, column < size, 0.0).to(tl.float32)
         amax = tl.max(tl.abs(x), 0)
-        scale = tl.maximum(tl.where(amax > 0, tl.div_rn(amax, top), 1.0), tiny)
+        scale = tl.maximum(tl.where(amax > 0, tl.div_rn(amax, largest), 1.0), tiny)
         code = (tl.div_rn(x, scale) + MAGIC) - MAGIC
         tl.store(out_ptr + at, code * scale, column < size)
 
@@ -35,15 +38,18 @@ def runs_on(x: Tensor, size: int) -> bool:
     return size <= LARGEST_ROW and triton_runs_on(x)
 
 
-def fake(x: Tensor, size: int, top: int) -> Tensor:
+def fake(x: Tensor, size: int, top: Tensor | int) -> Tensor:
     """``x [..., K]`` quantized and dequantized, in its own dtype.
 
-    Codes are symmetric up to ``top``, with one scale per ``size`` channels.
+    Codes are symmetric up to ``top``, which may differ by group (``[G]``), with one scale per
+    ``size`` channels.
     """
     x = x.contiguous()
     out = torch.empty_like(x)
     block = triton.next_power_of_2(size)
     warps = min(16, max(1, block // 512))
-    tiny = torch.finfo(torch.float32).tiny
-    launch(_fake, (x.numel() // size,), x, out, size, float(top), tiny, SIZE=block, num_warps=warps)
+    tops = top.contiguous() if isinstance(top, Tensor) else float(top)
+    sizes = size, x.shape[-1] // size, torch.finfo(torch.float32).tiny
+    options = {"BY_GROUP": isinstance(top, Tensor), "SIZE": block, "num_warps": warps}
+    launch(_fake, (x.numel() // size,), x, out, tops, *sizes, **options)
     return out

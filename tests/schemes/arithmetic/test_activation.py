@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qtool.errors import QtoolError
-from qtool.schemes.arithmetic.activation import UNQUANTIZED, Activation
+from qtool.schemes.arithmetic.activation import UNQUANTIZED, Activation, fake_groups
 
 
 @settings(max_examples=60)
@@ -61,6 +61,9 @@ def test_fused_fake_quantization_is_the_same_to_the_bit(
     x[0, 1, 7] = 300
     # on CUDA torch divides by a number through its reciprocal: the CPU says what is right
     assert torch.equal(activation.fake(x).cpu(), activation.fake(x.cpu()))
+    size = group or k
+    tops = torch.tensor([7, 127, 7, 1])[torch.arange(k // size) % 4]
+    assert torch.equal(fake_groups(x, size, tops.cuda()).cpu(), fake_groups(x.cpu(), size, tops))
 
 
 @pytest.mark.parametrize("bits", [0, 1, 9, 12, 32])
