@@ -18,7 +18,9 @@ from qtool.bench.gemm_columns import HalfColumn
 from qtool.kernels.build import compile_all
 from qtool.kernels.hopper.tiles import Tile
 from qtool.kernels.mma.half_gemm import Variant, shared_bytes
-from qtool.kernels.mma.half_tiles import MULTIPROCESSORS, HalfTile
+from qtool.kernels.mma.half_tiles import HalfTile
+
+MULTIPROCESSORS = 132
 
 
 def tiles(m: int, variant: Variant) -> list[HalfTile]:

@@ -46,9 +46,9 @@ class HalfTile:
         )
 
 
-#: tiles up to so many tokens, by the most tiles of 64 output channels: the weight's bytes are the
-#: bound, and blocks of 64 channels are best as long as all of them run at once
-SMALL = {
+#: Hopper's tiles for up to so many tokens, by the most tiles of 64 output channels: the weight's
+#: bytes are the bound, and blocks of 64 channels are best as long as all of them run at once
+HOPPER = {
     8: (
         (66, HalfTile(8, 1, teams=8, split=2, blocks_per_sm=2)),
         (132, HalfTile(8, 1, teams=8, blocks_per_sm=2)),
@@ -65,35 +65,16 @@ SMALL = {
         (528, HalfTile(16, 2, teams=4, blocks_per_sm=2)),
         (inf, HalfTile(16, 1, teams=4, blocks_per_sm=3)),
     ),
-    32: (
-        (66, HalfTile(32, 1, teams=8, split=2)),
-        (132, HalfTile(32, 1, teams=8)),
-        (inf, HalfTile(32, 4, teams=2)),
-    ),
 }
-#: for more tokens, the microseconds of a block at K = 4096
-LARGE = {
-    HalfTile(32, 1, teams=8): 8.5,
-    HalfTile(32, 1, token_warps=2, teams=4): 15.2,
-    HalfTile(32, 2, token_warps=4): 56,
-}
-MULTIPROCESSORS = 132
 
 
 @cache
 def choose(m: int, n: int, capability: tuple[int, int] = (9, 0)) -> HalfTile:
-    """The tile for ``Y [m, n]``."""
+    """The tile for ``Y [m, n]``; on Hopper wgmma multiplies more than 16 tokens."""
     if capability != (9, 0):
         return _plain(m, n)
-    for most, tiles in SMALL.items():
-        if m <= most:
-            return next(tile for columns, tile in tiles if n // 64 <= columns)
-
-    def cost(tile: HalfTile) -> float:
-        blocks = -(-n // tile.columns) * -(-m // tile.block_tokens)
-        return -(-blocks // MULTIPROCESSORS) * LARGE[tile]
-
-    return min(LARGE, key=cost)
+    tiles = HOPPER[8 if m <= 8 else 16]
+    return next(tile for columns, tile in tiles if n // 64 <= columns)
 
 
 def _plain(m: int, n: int) -> HalfTile:
@@ -111,4 +92,4 @@ def _plain(m: int, n: int) -> HalfTile:
 TABLE = {
     capability: tuple(dict.fromkeys(_plain(m, n) for m in (8, 16, 32, 64) for n in (4096, 8192)))
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0))
-} | {(9, 0): (*(tile for tiles in SMALL.values() for _, tile in tiles), *LARGE)}
+} | {(9, 0): tuple(tile for tiles in HOPPER.values() for _, tile in tiles)}

@@ -183,8 +183,6 @@ def builds() -> Iterator[Build]:
     bf16 = torch.bfloat16
     for (capability, tiles), sparse in product(TABLE.items(), (False, True)):
         arch, hopper = ARCHITECTURES[capability][0], capability == HOPPER
-        if hopper:
-            tiles = tuple(tile for tile in tiles if tile.block_tokens <= MOST_BY_MMA)
         variants = [(Variant(sparse, 128, bf16, bf16, bf16), tile) for tile in dict.fromkeys(tiles)]
         for group, (x, scale) in product(
             (0, 32, 64), ((torch.float16, torch.float32), (bf16, torch.float16))
