@@ -224,11 +224,11 @@ def granularity(scheme: str | None, target: str) -> tuple[str, str, str | None]:
         QtoolError: an unknown GPU, or a scheme for which nothing is chosen.
     """
     if scheme in ("w4a4", "w4a4-g128", "w4a4-mix"):
-        choice = hardware.choose_w4a4(hardware.gpu(target))
-        return f"w4a4-{choice.choice}", choice.reason, None
+        size, reason = hardware.choose_w4a4(hardware.gpu(target))
+        return f"w4a4-{size}", reason, None
     if scheme in ("w4a8-qoq", "w4a8-qoq-g128"):
-        choice = hardware.choose_qoq(gpu := hardware.gpu(target))
-        return choice.choice, choice.reason, gpu.w4a8_layout
+        gpu = hardware.gpu(target)
+        return *hardware.choose_qoq(gpu), gpu.w4a8_layout
     if scheme == "w4a8-lqq":
         layout = hardware.gpu(target).w4a8_layout
         return scheme, f"the W4A8 kernel for {target} reads {layout}", layout

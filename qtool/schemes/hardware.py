@@ -42,11 +42,6 @@ class Gpu:
         return "dual-mma" if self.name in HOPPER else "compute-aware"
 
     @property
-    def has_int4(self) -> bool:
-        """Whether it has INT4 tensor cores."""
-        return self.int4 is not None
-
-    @property
     def rho(self) -> float:
         """INT4 to FP32 ratio; without INT4 tensor cores W4A4 runs on INT8 ones."""
         return (self.int4 or self.int8) / self.fp32
@@ -55,14 +50,6 @@ class Gpu:
     def rho_int8(self) -> float:
         """INT8 to FP32 ratio, which governs W4A8."""
         return self.int8 / self.fp32
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A granularity for a GPU, and the reason in a sentence, with the ratio that decided."""
-
-    choice: str
-    reason: str
 
 
 _NO_INT4 = (
@@ -116,30 +103,27 @@ def gpu(name: str) -> Gpu:
     return GPUS[name]
 
 
-def choose_w4a4(target: Gpu) -> Choice:
-    """``g128`` or ``mix`` for W4A4 on ``target`` (APEX4 section 3.2.2)."""
-    kind, name, advice = "INT4", target.name, ""
-    if not target.has_int4:
+def choose_w4a4(target: Gpu) -> tuple[str, str]:
+    """``g128`` or ``mix`` for W4A4 on ``target``, and why (APEX4 section 3.2.2)."""
+    kind, advice = "INT4", ""
+    if target.int4 is None:
         kind = "INT8"
-        advice = f"; {name} has no INT4 tensor cores: W4A8 runs on the same ones and loses less"
-    fact = f"{kind} tensor cores : FP32 CUDA cores = {target.rho:g} on {name}"
-    if target.rho <= GROUP_RATIO:
-        reason = f"{fact}, at most {GROUP_RATIO}: scaling groups of 128 hides behind the mma"
-        return Choice("g128", reason + advice)
-    reason = f"{fact}, above {GROUP_RATIO}: scaling every group of 128 would bound the kernel"
-    return Choice("mix", reason + advice)
-
-
-def choose_qoq(target: Gpu) -> Choice:
-    """``w4a8-qoq`` (per channel) or ``w4a8-qoq-g128`` on ``target`` (QServe section 5.3)."""
-    ratio = target.rho_int8
-    fact = f"INT8 tensor cores : FP32 CUDA cores = {ratio:g} on {target.name}"
-    if ratio <= GROUP_RATIO:
-        return Choice(
-            "w4a8-qoq-g128",
-            f"{fact}, at most {GROUP_RATIO}: it can afford level 2, as L40S in QServe",
+        advice = (
+            f"; {target.name} has no INT4 tensor cores: W4A8 runs on the same ones and loses less"
         )
-    return Choice(
-        "w4a8-qoq",
-        f"{fact}, above {GROUP_RATIO}: level 2 would bound the kernel, as on A100 in QServe",
-    )
+    fact = f"{kind} tensor cores : FP32 CUDA cores = {target.rho:g} on {target.name}"
+    if target.rho <= GROUP_RATIO:
+        why = f"at most {GROUP_RATIO}: scaling groups of 128 hides behind the mma"
+        return "g128", f"{fact}, {why}{advice}"
+    why = f"above {GROUP_RATIO}: scaling every group of 128 would bound the kernel"
+    return "mix", f"{fact}, {why}{advice}"
+
+
+def choose_qoq(target: Gpu) -> tuple[str, str]:
+    """``w4a8-qoq`` (per channel) or ``w4a8-qoq-g128``, and why (QServe section 5.3)."""
+    fact = f"INT8 tensor cores : FP32 CUDA cores = {target.rho_int8:g} on {target.name}"
+    if target.rho_int8 <= GROUP_RATIO:
+        why = f"at most {GROUP_RATIO}: it can afford level 2, as L40S in QServe"
+        return "w4a8-qoq-g128", f"{fact}, {why}"
+    why = f"above {GROUP_RATIO}: level 2 would bound the kernel, as on A100 in QServe"
+    return "w4a8-qoq", f"{fact}, {why}"
