@@ -23,7 +23,7 @@ from qtool.kernels.attention.kv_attention import kv_attention
 from qtool.kernels.attention.kv_plan import Plan, definition
 from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.kernels.build import compile_all
-from qtool.schemes.kv import KV4, KV8
+from qtool.schemes.kv import KV4, KV8, static_scale
 
 Check = tuple[str, str | None]
 DIMS = (16, 64, 80, 96, 112, 128, 192, 256)
@@ -121,7 +121,8 @@ class Case:
 
     def _pack(self, x: Tensor) -> dict[str, Tensor]:
         kv4 = self.shape.kv == "kv4"
-        quantizer = KV4(importance=self.importance) if kv4 else KV8(x.float().abs().amax((0, 2)))
+        scale = static_scale(x.float().abs().amax((0, 2)))
+        quantizer = KV4(importance=self.importance) if kv4 else KV8(scale)
         room = {}
         for name, tensor in quantizer.quantize(x).items():
             size = (*tensor.shape[:2], self.capacity, tensor.shape[3])

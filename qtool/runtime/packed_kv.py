@@ -77,7 +77,7 @@ def kv_quantizers(kv: str, stored: Callable[[str], Tensor]) -> tuple[KVQuantizer
     ``stored("k_scale")`` gives a stored tensor if ``kv`` has any.
     """
     if KV_QUANTIZERS[kv] is KV8:
-        return KV8.of_scale(stored("k_scale")), KV8.of_scale(stored("v_scale"))
+        return KV8(stored("k_scale")), KV8(stored("v_scale"))
     if KV_QUANTIZERS[kv] is KV4:
         return KV4(stored(OFFSET), stored(IMPORTANCE)), KV4()
     return KV_QUANTIZERS[kv](), KV_QUANTIZERS[kv]()

@@ -72,25 +72,15 @@ class KV8(KVQuantizer):
     """``codes`` int8 ``[B, H, T, D]``.
 
     Args:
-        amax: largest magnitude of each head and channel ``[H, D]`` over the calibration data.
+        scale: ``[H, D]``, as :func:`static_scale` makes it.
     """
 
     name = "kv8"
     bits = 8
     static = True
 
-    def __init__(self, amax: Tensor) -> None:
-        if not amax.is_meta and not torch.isfinite(amax).all():
-            raise QtoolError("kv8: the calibration maxima hold NaN or Inf")
-        scale = torch.where(amax > 0, amax.float() / 127, 1.0)
-        self.scale = stored_scale(scale, torch.float32)  # [H, D]
-
-    @classmethod
-    def of_scale(cls, scale: Tensor) -> "KV8":
-        """The quantizer of a stored ``scale [H, D]``, exactly."""
-        made = cls.__new__(cls)
-        made.scale = scale
-        return made
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
 
     def quantize(self, x: Tensor) -> Packed:
         codes = torch.round(x.float() / self._scale(x)).clamp_(-127, 127)
@@ -102,6 +92,20 @@ class KV8(KVQuantizer):
 
     def _scale(self, like: Tensor) -> Tensor:
         return self.scale.to(like.device, torch.float32)[:, None]  # [H, 1, D]
+
+
+def static_scale(amax: Tensor) -> Tensor:
+    """kv8's scale float32 ``[H, D]`` of each head and channel.
+
+    Args:
+        amax: ``[H, D]``, the largest magnitude there over the calibration data.
+
+    Raises:
+        QtoolError: one is NaN or Inf.
+    """
+    if not torch.isfinite(amax).all():
+        raise QtoolError("kv8: the calibration maxima hold NaN or Inf")
+    return stored_scale(torch.where(amax > 0, amax.float() / 127, 1.0), torch.float32)
 
 
 class KV4(KVQuantizer):

@@ -17,7 +17,7 @@ from qtool.kernels.attention.kv_append import kv_append
 from qtool.kernels.attention.kv_attention import kv_attention
 from qtool.kernels.attention.kv_plan import MOST_SPLITS, WARPS, Plan
 from qtool.kernels.attention.packed_cache import TOKENS
-from qtool.schemes.kv import KV4, KV8, KVQuantizer, unpack_nibbles
+from qtool.schemes.kv import KV4, KV8, KVQuantizer, static_scale, unpack_nibbles
 
 BATCH, HEADS, GROUP, CAPACITY = 2, 2, 3, 64
 NAMES = ("kv4", "kv8")
@@ -29,7 +29,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def quantizer(name: str, x: Tensor) -> KVQuantizer:
-    return KV4() if name == "kv4" else KV8(x.float().abs().amax((0, 2)))
+    return KV4() if name == "kv4" else KV8(static_scale(x.float().abs().amax((0, 2))))
 
 
 def room(name: str, x: Tensor) -> Cache:
@@ -73,7 +73,7 @@ def arguments(
 def dequantized(call: dict[str, Any], prefix: str) -> Tensor:
     codes, scale, zero = (call[prefix + part] for part in ("codes", "scale", "zero"))
     if zero is None:
-        return KV8.of_scale(scale).dequantize({"codes": codes})
+        return KV8(scale).dequantize({"codes": codes})
     return KV4().dequantize({"codes": codes, "scale": scale, "zero": zero})
 
 

@@ -17,7 +17,7 @@ from qtool.kernels.attention.kv_gather import kv_gather
 from qtool.kernels.attention.kv_plan import MOST_SPLITS, Plan
 from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.kernels.attention.paged_cache import PagedCache, head_bytes
-from qtool.schemes.kv import KV4, KV8
+from qtool.schemes.kv import KV4, KV8, static_scale
 from tests.kernels.test_kv_attention import random
 
 HEADS, LENGTHS = 2, (130, 1, 64, 0)
@@ -41,7 +41,7 @@ class Filled:
         self.offset: Tensor | None = None
         self.importance: Tensor | None = None
         if bits == 8:
-            self.scales = [KV8(x.float().abs().amax((0, 1))).scale for x in self.x]
+            self.scales = [static_scale(x.float().abs().amax((0, 1))) for x in self.x]
         else:
             self.offset = random(heads, dim, seed=5) + 1
             self.importance = torch.exp(random(heads, dim, seed=6))
@@ -96,7 +96,7 @@ class Filled:
         keys, values = (x.transpose(1, 2) for x in self.x)
         if self.scales[0] is not None and self.scales[1] is not None:
             each = zip(self.scales, (keys, values), strict=True)
-            return [KV8.of_scale(s).quantize(x) for s, x in each if s is not None]
+            return [KV8(s).quantize(x) for s, x in each if s is not None]
         return [KV4(self.offset, self.importance).quantize(keys), KV4().quantize(values)]
 
 
@@ -175,7 +175,7 @@ def gathered(
     cpu = filled.to("cpu")
     quantizers = [KV4(cpu.offset), KV4()]
     if cpu.scales[0] is not None and cpu.scales[1] is not None:
-        quantizers = [KV8.of_scale(scale) for scale in cpu.scales]
+        quantizers = [KV8(scale) for scale in cpu.scales]
     expected = []
     for quantizer, packed, x, n in zip(quantizers, cpu.dense(), cpu.x, new, strict=True):
         read, rows = quantizer.dequantize(packed, x.dtype).transpose(1, 2), []

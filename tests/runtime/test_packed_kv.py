@@ -29,7 +29,11 @@ BITS = {"kv8": 8, "kv4": 4 + 32 / DIM, "kv4-channel": 4 + 32 / 8}
 
 
 def quantizers() -> dict[str, KVQuantizer]:
-    return {"kv8": KV8(torch.full((HEADS, DIM), 4.0)), "kv4": KV4(), "kv4-channel": KV4Channel(8)}
+    return {
+        "kv8": KV8(torch.full((HEADS, DIM), 4 / 127)),
+        "kv4": KV4(),
+        "kv4-channel": KV4Channel(8),
+    }
 
 
 @settings(max_examples=20)
@@ -59,7 +63,7 @@ def test_values_on_the_grid_come_back_exactly() -> None:
     per_token = codes.clone()
     for quantizer, x in ((KV4(), per_token[:, :, 2:8]), (KV4Channel(8), codes[..., 2:])):
         assert torch.equal(PackedTokens(quantizer).append(x * 0.25 - 1.0), x * 0.25 - 1.0)
-    kv8 = KV8(torch.full((HEADS, DIM), 127 / 64))
+    kv8 = KV8(torch.full((HEADS, DIM), 1 / 64))
     assert torch.equal(PackedTokens(kv8).append((codes * 8 - 60) / 64), (codes * 8 - 60) / 64)
 
 

@@ -16,6 +16,7 @@ from qtool.schemes.kv import (
     quantize_asymmetric,
     refit,
     rounded_on,
+    static_scale,
     unpack_nibbles,
 )
 
@@ -95,11 +96,12 @@ def test_lanes_are_summed_in_a_warps_order(channels: int) -> None:
 
 def test_static_8_bit_values_are_within_half_a_step_of_the_calibrated_range() -> None:
     x = heads(shift=3)
-    kv = KV8(x.abs().amax((0, 2)))
+    kv = KV8(static_scale(x.abs().amax((0, 2))))
     packed = kv.quantize(x)
     assert packed["codes"].dtype == torch.int8
     assert ((kv.dequantize(packed) - x).abs() <= 0.501 * kv.scale[:, None]).all()
-    silent = KV8(torch.zeros(2, 64))  # a channel that calibration never saw has steps of 1
+    # a channel that calibration never saw has steps of 1
+    silent = KV8(static_scale(torch.zeros(2, 64)))
     assert torch.equal(silent.dequantize(silent.quantize(x.round())), x.round().clamp(-127, 127))
     beyond = kv.dequantize(kv.quantize(2 * x))
     assert (beyond.abs() <= 127.01 * kv.scale[:, None]).all()
@@ -137,7 +139,7 @@ def test_nibbles() -> None:
 
 def test_tokens_are_appended_by_concatenation() -> None:
     x = heads()
-    for kv in (KV4(), KV4Channel(32), KV8(torch.full((2, 64), 4.0))):
+    for kv in (KV4(), KV4Channel(32), KV8(torch.full((2, 64), 4 / 127))):
         whole = kv.quantize(x)
         parts = [kv.quantize(x[:, :, :64]), kv.quantize(x[:, :, 64:])]
         assert all(
@@ -159,7 +161,7 @@ def test_dtype_names_and_refusals() -> None:
     with pytest.raises(QtoolError, match="100 tokens are not whole groups of 64"):
         KV4Channel(64).quantize(heads(tokens=100))
     with pytest.raises(QtoolError, match="NaN or Inf"):
-        KV8(torch.tensor([[float("inf")]]))
+        static_scale(torch.tensor([[float("inf")]]))
 
 
 def test_an_offset_is_taken_away_before_and_added_after() -> None:

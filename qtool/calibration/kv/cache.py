@@ -30,7 +30,7 @@ from qtool.runtime.packed_kv import (
     kv_quantizers,
     kv_tensors,
 )
-from qtool.schemes.kv import KV8, KVQuantizer
+from qtool.schemes.kv import KVQuantizer, static_scale
 
 #: number of calibration sequences on which queries are observed
 SEQUENCES = 16
@@ -107,8 +107,8 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
     if keys is None or values is None:
         raise QtoolError(f"{kv} has static scales: it needs calibration data, pass --calib")
     return {
-        cache.tensor("k_scale"): KV8(keys).scale.cpu(),
-        cache.tensor("v_scale"): KV8(values).scale.cpu(),
+        cache.tensor("k_scale"): static_scale(keys).cpu(),
+        cache.tensor("v_scale"): static_scale(values).cpu(),
     }
 
 

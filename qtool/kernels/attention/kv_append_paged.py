@@ -87,7 +87,7 @@ class KvAppendPaged(NamedTuple):
             KV4(),
         )
         if self.k_scale is not None and self.v_scale is not None:
-            quantizers = KV8.of_scale(self.k_scale), KV8.of_scale(self.v_scale)
+            quantizers = KV8(self.k_scale), KV8(self.v_scale)
         each = zip((self.key, self.value), self.cache.parts(), quantizers, strict=True)
         for x, parts, quantizer in each:
             new = quantizer.quantize(x[stored].transpose(0, 1).unsqueeze(0))  # [1, H, T, ...]

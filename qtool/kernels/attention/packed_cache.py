@@ -51,7 +51,7 @@ class PackedCache:
         if self.bits == 4:
             return KV4()
         assert self.scale is not None
-        return KV8.of_scale(self.scale)
+        return KV8(self.scale)
 
     def dequantize(self) -> Tensor:
         """The values ``[B, H, C, D]``, float32."""
