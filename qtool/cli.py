@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-import qtool
-from qtool import progress
+from qtool import __version__, api, progress
 from qtool.cli_arguments import (
     CONTEXT,
     DATA_DIR,
@@ -57,7 +56,7 @@ class _Stderr(logging.Handler):
     " (zsh_source for zsh, fish_source for fish):\n\n\b\n"
     'eval "$(_QTOOL_COMPLETE=bash_source qtool)"',
 )
-@click.version_option(qtool.__version__)
+@click.version_option(__version__)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(debug: bool) -> None:
     """Quantize large language models and prove that they still are the same models."""
@@ -90,10 +89,8 @@ class _ListsFormats(click.Command):
     """A command whose help lists the export formats, which are looked up only for the help."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from qtool.api import export_formats
-
         with formatter.section("Formats"):
-            formatter.write_dl(export_formats())
+            formatter.write_dl(api.export_formats())
         super().format_epilog(ctx, formatter)
 
 
@@ -111,7 +108,6 @@ def quantize(
     model: str, export_format: str | None, verbose: bool, as_json: bool, **options: Any
 ) -> None:
     """Quantize MODEL: a local directory, a hub id, or `demo`."""
-    from qtool import api
     from qtool.pipeline.run import out_beside
     from qtool.pipeline.summary import shard_facts
 
@@ -145,7 +141,6 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
     in a directory are checked as `qtool quantize` does, unless one is missing or a pointer of Git
     LFS: then config.json alone is read.
     """
-    from qtool import api
     from qtool.pipeline.planning.plan_text import as_dict
 
     planned = api.plan(model, **options)
@@ -165,8 +160,6 @@ def sensitivity(model: str, as_json: bool, **options: Any) -> None:
     The cost of each scheme in a layer is measured on the model's output. The recipe stores at most
     --budget-bits per weight.
     """
-    from qtool import api
-
     with progress.Display("measure", "group") as shown:
         found = api.sensitivity(model, progress=shown, **options)
     print_json(found.as_dict()) if as_json else click.echo(found)
@@ -182,7 +175,6 @@ def family(model: str, as_json: bool) -> None:
     directory, a hub id or a config.json; no weight is read. A structure that nobody declared is
     derived from transformers' own model.
     """
-    from qtool import api
     from qtool.models.describe import as_dict, as_text
 
     found = api.family(model)
@@ -209,8 +201,6 @@ def evaluate(
     With --save an interrupted evaluation continues where it stopped, and `qtool report` shows the
     saved results. The baseline's results are saved in MODEL's file too.
     """
-    from qtool import api
-
     if lists:
         listed = api.all_tasks(options["data_dir"])
         print_json(listed) if as_json else click.echo("\n".join(listed))
@@ -243,8 +233,6 @@ def verify(model: str, verbose: bool, as_json: bool, **options: Any) -> None:
     check fails. With --engine vllm, vLLM loads MODEL: the right kernels must run, in its CUDA
     graphs too, and its outputs must be those of qtool's runtime.
     """
-    from qtool import api
-
     with progress.Display("verify", "linear", lines=10) as shown:
         rows = api.verify(model, progress=shown, **options)
     bad = [row for row in rows if row.problem]
@@ -279,7 +267,6 @@ def _print_checks(rows: Sequence[Any], verbose: bool) -> None:
 @JSON
 def inspect(model: str, as_json: bool) -> None:
     """List the linears of a quantized MODEL: scheme, layout, bits."""
-    from qtool import api
     from qtool.pipeline.inspect import as_dicts, as_text
 
     rows = api.inspect(model)
@@ -314,8 +301,6 @@ def export(
 
     The result says what changed, if anything.
     """
-    from qtool import api
-
     with progress.Display("export", "shard") as shown:
         done = api.export(model, target, out, tensor_parallel=tensor_parallel, progress=shown)
     if as_json:
@@ -342,8 +327,6 @@ def import_model(model: str, out: Path, layout: str | None, as_json: bool) -> No
     with the same codes. A model with one zero point per channel becomes w4a8-qoq, which has 8-bit
     activations.
     """
-    from qtool import api
-
     with progress.Display("import", "shard") as shown:
         done = api.import_(model, out, layout=layout, progress=shown)
     print_json(done.as_dict()) if as_json else click.echo(done)
@@ -366,8 +349,6 @@ def report(model: str, **options: Any) -> None:
 
     It shows sizes, results, errors by layer, activation ranges, checks, and how to reproduce them.
     """
-    from qtool import api
-
     click.echo(api.write_report(model, **options))
 
 
@@ -375,8 +356,6 @@ def report(model: str, **options: Any) -> None:
 @JSON
 def schemes(as_json: bool) -> None:
     """List the schemes with their recipes and a description."""
-    from qtool import api
-
     found, header = api.schemes(), ("scheme", "recipes", "what it is")
     if as_json:
         left: dict[str, list[dict[str, str]]] = {}

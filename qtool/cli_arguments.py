@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from qtool import progress
+from qtool import api, progress
 from qtool.data.defaults import (
     CALIBRATION_SEQLEN,
     EVALUATION_SEQLEN,
@@ -78,9 +78,7 @@ class Name(click.ParamType):
 
 
 def _schemes() -> Iterable[str]:
-    from qtool import recipes
-
-    return (name for name, *_ in recipes.overview())
+    return (name for name, *_ in api.schemes())
 
 
 def _kv_quantizers() -> Iterable[str]:
@@ -90,9 +88,7 @@ def _kv_quantizers() -> Iterable[str]:
 
 
 def _formats() -> Iterable[str]:
-    from qtool.api import export_formats
-
-    return (name for name, _ in export_formats())
+    return (name for name, _ in api.export_formats())
 
 
 def _be_quiet(ctx: click.Context, param: click.Parameter, quiet: bool) -> None:
