@@ -118,32 +118,6 @@ SCHEME = click.option(
     help="Scheme to quantize to; `qtool schemes` lists them. A --recipe file may name it instead.",
 )
 RECIPE_NAME = Name(lambda: VARIANTS, or_file=True)
-RECIPE = click.option(
-    "--recipe", type=RECIPE_NAME, help="fast, paper, best, or a YAML file. Default: fast."
-)
-CALIBRATED_RECIPE = click.option(
-    "--recipe",
-    type=RECIPE_NAME,
-    help="fast, paper, best, or a YAML file. Default: fast, or paper with --calib.",
-)
-GROUP = click.option(
-    "--group-size", help="Input channels per group, or 'channel'; the recipe's by default."
-)
-TARGET = click.option(
-    "--target", help="A GPU (a100, l40s, h200, ...): choose the granularity and the layout for it."
-)
-BLOCKS = click.option(
-    "--max-8bit-blocks", type=NOT_NEGATIVE, help="w4ax-fmpq: most 8-bit blocks per layer."
-)
-FOR_EXPORT = click.option(
-    "--for-export",
-    is_flag=True,
-    help="Leave out of the recipe what other tools' loaders cannot run.",
-)
-LAYOUT = click.option(
-    "--layout", help="Packed layout of every quantized layer; the recipe's by default."
-)
-KV = click.option("--kv", type=KV_NAME, help="KV-cache quantizer: kv8, kv4, kv4-channel.")
 DATA_DIR = click.option(
     "--data-dir", type=click.Path(path_type=Path), help="Local copies of corpora and tasks."
 )
@@ -154,11 +128,6 @@ CALIB = click.option(
     help="Calibration text: wikitext2, c4, pile, demo, or a .txt, .jsonl or .parquet file; or"
     " several with their numbers of windows, as in wikitext2:64,chat.jsonl:32."
     " Default: wikitext2, or the demo's own text, if the recipe looks at activations.",
-)
-CALIBRATION_WINDOWS = click.option(
-    "--samples",
-    type=POSITIVE,
-    help=f"Calibration windows. Default: as --calib says, or {SAMPLES}.",
 )
 
 
@@ -174,27 +143,12 @@ def seqlen(default: int) -> Callable[[F], F]:
 
 
 SEED = click.option("--seed", default=0, show_default=True, help="Seed of the calibration windows.")
-WINDOWS = click.option(
-    "--windows",
-    type=click.Choice(["given", "continued"]),
-    help="given: calibration windows come from the text; continued: the text starts them and the"
-    " model writes the rest. Default: as the recipe says.",
-)
 ACTIVATIONS = click.option(
     "--activations",
     type=click.Choice(["auto", "device", "host", "disk"]),
     default="auto",
     show_default=True,
     help="Where calibration activations are between blocks; auto: the first with room.",
-)
-CAST = click.option(
-    "--dtype",
-    type=FLOATS,
-    help="Dtype of all that is not packed, but for what transformers keeps in float32; unchanged"
-    " by default.",
-)
-KEEP_UNKNOWN = click.option(
-    "--keep-unknown", is_flag=True, help="Copy tensors that neither qtool nor transformers knows."
 )
 DEVICE = click.option(
     "--device", type=Device(), default="cpu", show_default=True, help="cpu, cuda, cuda:1, ..."
@@ -221,20 +175,55 @@ QUIET = click.option(
 #: options on scheme, recipe and device, for a run and for its plan
 RUN = (
     SCHEME,
-    CALIBRATED_RECIPE,
-    TARGET,
-    GROUP,
-    LAYOUT,
-    BLOCKS,
-    FOR_EXPORT,
-    KV,
+    click.option(
+        "--recipe",
+        type=RECIPE_NAME,
+        help="fast, paper, best, or a YAML file. Default: fast, or paper with --calib.",
+    ),
+    click.option(
+        "--target",
+        help="A GPU (a100, l40s, h200, ...): choose the granularity and the layout for it.",
+    ),
+    click.option(
+        "--group-size", help="Input channels per group, or 'channel'; the recipe's by default."
+    ),
+    click.option(
+        "--layout", help="Packed layout of every quantized layer; the recipe's by default."
+    ),
+    click.option(
+        "--max-8bit-blocks", type=NOT_NEGATIVE, help="w4ax-fmpq: most 8-bit blocks per layer."
+    ),
+    click.option(
+        "--for-export",
+        is_flag=True,
+        help="Leave out of the recipe what other tools' loaders cannot run.",
+    ),
+    click.option("--kv", type=KV_NAME, help="KV-cache quantizer: kv8, kv4, kv4-channel."),
     CALIB,
-    CALIBRATION_WINDOWS,
+    click.option(
+        "--samples",
+        type=POSITIVE,
+        help=f"Calibration windows. Default: as --calib says, or {SAMPLES}.",
+    ),
     seqlen(CALIBRATION_SEQLEN),
-    WINDOWS,
+    click.option(
+        "--windows",
+        type=click.Choice(["given", "continued"]),
+        help="given: calibration windows come from the text; continued: the text starts them and"
+        " the model writes the rest. Default: as the recipe says.",
+    ),
     ACTIVATIONS,
-    CAST,
-    KEEP_UNKNOWN,
+    click.option(
+        "--dtype",
+        type=FLOATS,
+        help="Dtype of all that is not packed, but for what transformers keeps in float32;"
+        " unchanged by default.",
+    ),
+    click.option(
+        "--keep-unknown",
+        is_flag=True,
+        help="Copy tensors that neither qtool nor transformers knows.",
+    ),
 )
 QUANTIZE = _options(
     *RUN,

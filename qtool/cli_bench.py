@@ -13,7 +13,7 @@ from qtool.cli_arguments import (
     MODEL,
     POSITIVE,
     QUIET,
-    RECIPE,
+    RECIPE_NAME,
     SCHEME,
     TENSOR_PARALLEL,
     NewPath,
@@ -79,7 +79,9 @@ def bench_kv(shapes: str | None) -> None:
 )
 @MODEL
 @SCHEME
-@RECIPE
+@click.option(
+    "--recipe", type=RECIPE_NAME, help="fast, paper, best, or a YAML file. Default: fast."
+)
 @click.option(
     "--layers", type=POSITIVE, help="Blocks of a random checkpoint; the shape's own by default."
 )
