@@ -120,7 +120,7 @@ class PackedLinears:
         Raises:
             QtoolError: naming the first one.
         """
-        for name in self.names():
+        for name in self.formats():
             block, within = self.family.place(name)
             mixer = within.rpartition(".")[0]
             if f"{mixer}.dt_proj" in self._block(block or 0).unquantized:  # Mamba 2 has none
@@ -134,9 +134,9 @@ class PackedLinears:
         """The families of single blocks."""
         return frozenset(map(self._block, range(self.settings.num_hidden_layers)))
 
-    def names(self) -> Iterator[str]:
-        """Full names of all packed linears."""
-        return filter(self.format.of, self.linears())
+    def formats(self) -> dict[str, LinearFormat]:
+        """The formats of all packed linears, by their full names."""
+        return {name: found for name in self.linears() if (found := self.format.of(name))}
 
     def linears(self) -> Iterator[str]:
         """Full names of all linears of the blocks, in 16 bits or packed."""

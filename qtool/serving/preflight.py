@@ -77,9 +77,7 @@ def require_shares_and_kernels(
         QtoolError: naming the first such linear.
     """
     seen: set[tuple[Any, ...]] = set()
-    for name in linears.names():
-        linear_format = linears.of(name)
-        assert linear_format is not None
+    for name, linear_format in linears.formats().items():
         outputs, k, ranks = linears.share(name, tensor_parallel)
         permuted = linears.format.is_permuted(name)
         case = linear_format, outputs, k, ranks, permuted

@@ -15,9 +15,8 @@ def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
             declares.
     """
     expected: dict[str, tuple[Any, ...] | None] = {}
-    for name in linears.names():
-        linear_format = linears.of(name)
-        assert linear_format is not None
+    packed = linears.formats()
+    for name, linear_format in packed.items():
         n, k = linears.shape(name)
         linear_format.require(name, n, k)
         for part, tensor in linear_format.tensors(n, k).items():
@@ -34,7 +33,6 @@ def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
                 f"{full}: {found[1]} {list(found[0])} found, "
                 f"{declared[1]} {list(declared[0])} declared"
             )
-    packed = set(linears.names())
     for full in checkpoint.entries:
         if full.rpartition(".")[0] in packed and full not in expected:
             raise QtoolError(f"{full}: stored, but the format of this linear has no such tensor")

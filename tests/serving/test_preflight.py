@@ -108,7 +108,7 @@ def test_the_text_model_of_a_wrapper_is_served(kind: str, tmp_path: Path) -> Non
     require_servable(directory, 1, HOPPER)
     config = read_config(directory)
     ours, theirs = (
-        list(PackedLinears(c, native_format(config)).names())
+        list(PackedLinears(c, native_format(config)).formats())
         for c in (config, AutoConfig.from_pretrained(directory).to_dict())
     )
     assert ours == theirs and ours[0].startswith("model.language_model.layers.0.")

@@ -120,7 +120,7 @@ def test_a_name_is_renamed_once(tmp_path: Path) -> None:
     config = QtoolConfig.from_config(settings | {"tower_names": {"model.vision_tower": old}})
     hf_config: Any = SimpleNamespace(quantization_config=settings)
     config.maybe_update_config(str(directory), hf_config)
-    config.asked.update(config.packed_linears.names())
+    config.asked.update(config.packed_linears.formats())
     mapper = config.get_cache_scale_mapper()
     once = mapper.apply_list([f"model.vision_tower.{part}" for part in ("head.bias", "encoder")])
     assert once == [f"{old}.head.bias", f"{old}.encoder"]

@@ -67,10 +67,10 @@ class QtoolConfig(QuantizationConfig):
         return []
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        if isinstance(layer, FusedMoE) and any(
-            ".experts." in name for name in self.linears.names()
-        ):
-            raise QtoolError(f"{prefix}: packed experts are served by vLLM only")
+        if isinstance(layer, FusedMoE):
+            if any(".experts." in name for name in self.linears.formats()):
+                raise QtoolError(f"{prefix}: packed experts are served by vLLM only")
+            return None
         if not isinstance(layer, LinearBase):
             return None
         names = self.shards(prefix)

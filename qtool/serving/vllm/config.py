@@ -152,7 +152,7 @@ class QtoolConfig(QuantizationConfig):
         """Refuse packed linears for which vLLM has no layer, or one that takes only 16 bits."""
         place = self.packed_linears.family.place
         blocks = {place(name)[0] for name in self.asked}  # another rank may have the others
-        for name in self.packed_linears.names():
+        for name in self.packed_linears.formats():
             if name not in self.asked and (not self.asked or place(name)[0] in blocks):
                 raise QtoolError(
                     f"{name}: this vLLM has no layer that takes it packed; quantize with a rule "
