@@ -11,7 +11,7 @@ from qtool.runtime.dispatch import KERNELS, Kernel
 
 #: token counts that are run once before serving: those that engines capture in graphs, and larger
 #: ones up to a large prefill
-LADDER = [1, 2, 4, *range(8, 513, 8), 768, 1024, 1536, 2048, 3072, 4096, 8192]
+TOKEN_COUNTS = [1, 2, 4, *range(8, 513, 8), 768, 1024, 1536, 2048, 3072, 4096, 8192]
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,20 @@ class Gemm:
     dtype: torch.dtype
     multiply: Callable[[torch.Tensor], torch.Tensor]
     kernel: Kernel
-    launches: int = 1
+    launches: int
 
 
 def serving_kernel(
-    name: str, linear_format: LinearFormat, n: int, k: int, device: torch.device, dtype: torch.dtype
+    name: str, linear_format: LinearFormat, n: int, k: int, dtype: torch.dtype
 ) -> Kernel:
-    """The kernel of a weight ``[n, k]``; a CPU gets one of a GPU, whose op runs its reference.
+    """The kernel of a weight ``[n, k]`` on the device on which the engine makes its layers.
+
+    A CPU gets the kernel of a GPU, whose op runs its reference.
 
     Raises:
         QtoolError: naming the layer, if no kernel takes it.
     """
+    device = torch.empty(0).device
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     return require_kernel(name, linear_format, n, k, capability, dtype)
 
@@ -107,6 +110,6 @@ def compile_kernels(
     """
     key = key, k, device, dtype
     if device.type == "cuda" and key not in _compiled:
-        for tokens in LADDER:
+        for tokens in TOKEN_COUNTS:
             multiply(torch.zeros(tokens, k, dtype=dtype, device=device))
         _compiled.add(key)

@@ -73,7 +73,6 @@ class PackedLinear:
     ) -> None:
         k, n = input_size_per_partition, sum(output_partition_sizes)
         self.outputs, self.dtype = list(output_partition_sizes), params_dtype
-        device = torch.empty(0).device  # the engine's
         with torch.device("cpu"):  # where a cut of the input channels is tried
             require_shares(
                 self.name,
@@ -84,7 +83,7 @@ class PackedLinear:
                 permuted=self.permuted,
             )
             self.axes, stored = axes(self.format, n, k), self.format.tensors(n, k)
-        self.kernel = serving_kernel(self.name, self.format, n, k, device, params_dtype)
+        self.kernel = serving_kernel(self.name, self.format, n, k, params_dtype)
         if self.permuted:
             stored["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
             self.axes = self.axes | {"permutation": Axes(None, 0, Fraction(1))}

@@ -87,7 +87,6 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         self.dtype, self.experts = params_dtype, num_experts
         self.loaded: set[tuple[str, int, str]] = set()  # parameter, expert, shard
         self.kernels: dict[str, Kernel] = {}
-        device = torch.empty(0).device  # vLLM's
         for stack, shards in STACKS.items():
             linear_format, (n, k) = self.formats[stack], self.sizes[stack]
             with torch.device("cpu"):  # where a cut of the input channels is tried
@@ -101,9 +100,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
                     permuted=False,
                 )
                 stored, found = linear_format.tensors(n, k), axes(linear_format, n, k)
-            self.kernels[stack] = serving_kernel(
-                self.name, linear_format, n, k, device, params_dtype
-            )
+            self.kernels[stack] = serving_kernel(self.name, linear_format, n, k, params_dtype)
             for part, spec in stored.items():
                 each = spec.shape if found[part].output is not None else (len(shards), *spec.shape)
                 parameter = nn.Parameter(
