@@ -33,6 +33,7 @@ from qtool.kernels.launch import compute_capability
 from qtool.kernels.mma.half_gemm import HalfWeight, Variant, definition, run
 from qtool.kernels.mma.half_tiles import TABLE, choose
 from qtool.kernels.op import Launch, operator
+from qtool.layouts.base import Layout
 from qtool.layouts.marlin import MARLIN
 from qtool.layouts.marlin_24 import MARLIN_24
 
@@ -72,11 +73,7 @@ class W4A16Gemm(NamedTuple):
         return new_empty(self.x, (self.x.shape[0], self.weight.shape[0]), self.out_dtype)
 
     def reference(self) -> Tensor:
-        n, k = self.weight.shape
-        codes = MARLIN.unpack({"qweight": self.qweight}, n, k, signed=False)
-        params = {"scale": MARLIN.unpack_group(self.scale, n)}
-        scheme = schemes.get("w4a16", self.weight.group or None)
-        return scheme.matmul(self.x, codes, params, self.bias).to(self.out_dtype)
+        return _reference(self, "w4a16", MARLIN, {"qweight": self.qweight})
 
     def plan(self) -> Launch:
         return _plan(self)
@@ -108,12 +105,8 @@ class W4A16SparseGemm(NamedTuple):
         return new_empty(self.x, (self.x.shape[0], self.weight.shape[0]), self.out_dtype)
 
     def reference(self) -> Tensor:
-        n, k = self.weight.shape
         packed = {"qweight": self.qweight, "metadata": self.metadata}
-        codes = MARLIN_24.unpack(packed, n, k, signed=False)
-        params = {"scale": MARLIN_24.unpack_group(self.scale, n)}
-        scheme = schemes.get("w4a16-24", self.weight.group or None)
-        return scheme.matmul(self.x, codes, params, self.bias).to(self.out_dtype)
+        return _reference(self, "w4a16-24", MARLIN_24, packed)
 
     def plan(self) -> Launch:
         return _plan(self)
@@ -121,6 +114,17 @@ class W4A16SparseGemm(NamedTuple):
 
 w4a16_gemm = operator("w4a16_gemm", W4A16Gemm, rows=("x",))
 w4a16_24_gemm = operator("w4a16_24_gemm", W4A16SparseGemm, rows=("x",))
+
+
+def _reference(
+    call: W4A16Gemm | W4A16SparseGemm, scheme: str, layout: Layout, packed: dict[str, Tensor]
+) -> Tensor:
+    """The scheme's own product with the weight that ``packed`` and the scales stand for."""
+    n, k = call.weight.shape
+    codes = layout.unpack(packed, n, k, signed=False)
+    params = {"scale": layout.unpack_group(call.scale, n)}
+    own = schemes.get(scheme, call.weight.group or None)
+    return own.matmul(call.x, codes, params, call.bias).to(call.out_dtype)
 
 
 def by_wgmma(m: int, capability: tuple[int, int]) -> bool:
