@@ -146,24 +146,7 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
     except RecursionError:
         raise QtoolError(f"{where}: an alias (*) stands inside what it is an alias of") from None
     _require_known(data, KEYS, where)
-    chosen: Mapping[str, Any] = data
-    if "variants" in data:
-        variants = data["variants"]
-        _require_known(variants, frozenset(VARIANTS), f"{where}, variants")
-        if not variants:
-            raise QtoolError(
-                f"{where}: variants is empty; {', '.join(VARIANTS)} are accepted there"
-            )
-        if variant is None:
-            raise QtoolError(
-                f"{where}: variants are for built-in recipes, and this is one recipe: keep one of "
-                f"{', '.join(variants)}, with its keys beside layers"
-            )
-        if variant not in variants:
-            raise QtoolError(f"{where}: no variant {variant!r}; it has {', '.join(variants)}")
-        chosen = variants[variant] or {}
-        _require_known(chosen, VARIANT_KEYS, f"{where}, {variant}")
-    merged = {**data, **chosen}
+    merged = {**data, **_variant(data, where, variant)}
     layers = merged.get("layers")
     if not isinstance(layers, list) or not layers:
         raise QtoolError(f"{where}: layers must be a list with at least one rule")
@@ -182,6 +165,26 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
         variant=variant or "custom",
         departures=_departures(merged, where),
     )
+
+
+def _variant(data: Mapping[str, Any], where: str, variant: str | None) -> Mapping[str, Any]:
+    """The keys of one of the recipe's variants; none if the recipe has no variants."""
+    if "variants" not in data:
+        return {}
+    variants = data["variants"]
+    _require_known(variants, frozenset(VARIANTS), f"{where}, variants")
+    if not variants:
+        raise QtoolError(f"{where}: variants is empty; {', '.join(VARIANTS)} are accepted there")
+    if variant is None:
+        raise QtoolError(
+            f"{where}: variants are for built-in recipes, and this is one recipe: keep one of "
+            f"{', '.join(variants)}, with its keys beside layers"
+        )
+    if variant not in variants:
+        raise QtoolError(f"{where}: no variant {variant!r}; it has {', '.join(variants)}")
+    chosen = variants[variant] or {}
+    _require_known(chosen, VARIANT_KEYS, f"{where}, {variant}")
+    return chosen
 
 
 def as_yaml(recipe: Recipe) -> str:
