@@ -47,27 +47,10 @@ def register_scheme(
     """
     from qtool.format.linear import forget
     from qtool.models.torch_defaults import torch_defaults
-    from qtool.schemes import SCHEMES, Scheme
+    from qtool.schemes import SCHEMES
     from qtool.schemes.protocol import probe, require_clips, require_sound
 
-    _require_subclass(scheme, Scheme)
-    _require_declared(scheme, Scheme)
-    if not 1 <= scheme.code_bits <= 8:
-        raise _unexpected(scheme, "code_bits", "a whole number of 1 to 8")
-    if any(size is not None and size < 1 for size in scheme.group_sizes):
-        raise _unexpected(scheme, "group_sizes", "a tuple of positive whole numbers and None")
-    if (default := scheme.default_group_size) not in scheme.group_sizes:
-        raise _unexpected(
-            scheme, "group_sizes", f"a tuple that holds default_group_size, {default!r},"
-        )
-    bounds = "clip_bounds", "with_clip_bounds"
-    if len(own := _overridden(scheme, Scheme, *bounds)) == 1:
-        raise QtoolError(
-            f"{scheme.__name__} defines {own[0]} alone; one is the inverse of the other:"
-            f" {', '.join(bounds)}"
-        )
-    for size in scheme.group_sizes:
-        _require_declared(scheme(size), Scheme)
+    _require_scheme(scheme)
     if layout is not None and recipe is not None:
         raise QtoolError(
             f"scheme {scheme.name!r}: a recipe and the layout {layout!r} are given; a recipe names"
@@ -253,6 +236,34 @@ def _require_declared(given: Any, base: type) -> None:
         raise QtoolError(f"{kind.__name__} does not define {', '.join(missing)}")
     functions = [name for name, _ in getmembers(base, isfunction)]
     plugins.require_kinds(given, kind.__name__, dict.fromkeys(functions, Callable) | kinds)
+
+
+def _require_scheme(scheme: "type[Scheme]") -> None:
+    """Check that ``scheme`` has all that a scheme declares, with values that can be.
+
+    Raises:
+        QtoolError: naming what it lacks, or an attribute that is not as expected.
+    """
+    from qtool.schemes import Scheme
+
+    _require_subclass(scheme, Scheme)
+    _require_declared(scheme, Scheme)
+    if not 1 <= scheme.code_bits <= 8:
+        raise _unexpected(scheme, "code_bits", "a whole number of 1 to 8")
+    if any(size is not None and size < 1 for size in scheme.group_sizes):
+        raise _unexpected(scheme, "group_sizes", "a tuple of positive whole numbers and None")
+    if (default := scheme.default_group_size) not in scheme.group_sizes:
+        raise _unexpected(
+            scheme, "group_sizes", f"a tuple that holds default_group_size, {default!r},"
+        )
+    bounds = "clip_bounds", "with_clip_bounds"
+    if len(own := _overridden(scheme, Scheme, *bounds)) == 1:
+        raise QtoolError(
+            f"{scheme.__name__} defines {own[0]} alone; one is the inverse of the other:"
+            f" {', '.join(bounds)}"
+        )
+    for size in scheme.group_sizes:
+        _require_declared(scheme(size), Scheme)
 
 
 def _require_tile(given: "Layout | ExportFormat") -> None:
