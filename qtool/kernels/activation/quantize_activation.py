@@ -74,9 +74,28 @@ class QuantizeActivation(NamedTuple):
         """Input channels of the linear."""
         return self.x.shape[1] // (2 if self.fusion == "silu-up" else 1)
 
-    def require(self, op: str = "quantize_activation") -> None:
-        step = SPAN if self.rotated else 8
-        require_inputs(op, self.x, self.order, self.norm, self.fusion, step)
+    def require(self, op: str = "quantize_activation", step: int = 8) -> None:
+        """Refuse an unknown fusion, tensors that do not fit, and a K that ``step`` does not divide.
+
+        Messages begin with the name ``op``.
+        """
+        step = max(step, SPAN if self.rotated else 8)
+        x, order, norm, fusion = self.x, self.order, self.norm, self.fusion
+        if fusion not in FUSIONS:
+            raise QtoolError(f"{op}: unknown fusion {fusion!r}: {suggest(fusion, FUSIONS)}")
+        if x.dim() != 2:
+            raise QtoolError(f"{op}: x is {x.dim()}-D; expected [M, K]")
+        k, odd = self.k, fusion == "silu-up" and x.shape[1] % 2
+        if k % step or k == 0 or k > MOST_CHANNELS or odd:
+            raise QtoolError(f"{op}: K = {k}; expected a multiple of {step} up to {MOST_CHANNELS}")
+        expected: dict[str, Expected] = {
+            "x": (x, tuple(x.shape), FLOATS),
+            "order": optional(order, (k,), (torch.int32,)),
+            "norm": (norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
+        }
+        require_tensors(op, x.device, expected)
+        if norm is not None and order is None:  # eight weights are read at once
+            require_aligned(op, "norm", norm)
 
     def empty(self) -> tuple[Tensor, Tensor, Tensor]:
         x, m = self.x, self.x.shape[0]
@@ -115,32 +134,6 @@ class QuantizeActivation(NamedTuple):
 
 
 quantize_activation = operator("quantize_activation", QuantizeActivation, rows=("x",))
-
-
-def require_inputs(
-    op: str, x: Tensor, order: Tensor | None, norm: Tensor | None, fusion: str, step: int
-) -> None:
-    """Refuse an unknown fusion, a K that is no multiple of ``step``, and tensors that do not fit.
-
-    Args:
-        op: name of the op for messages; the tensors are those of :class:`QuantizeActivation`.
-    """
-    if fusion not in FUSIONS:
-        raise QtoolError(f"{op}: unknown fusion {fusion!r}: {suggest(fusion, FUSIONS)}")
-    if x.dim() != 2:
-        raise QtoolError(f"{op}: x is {x.dim()}-D; expected [M, K]")
-    width, parts = x.shape[1], 2 if fusion == "silu-up" else 1
-    k = width // parts
-    if k % step or k == 0 or k > MOST_CHANNELS or width % parts:
-        raise QtoolError(f"{op}: K = {k}; expected a multiple of {step} up to {MOST_CHANNELS}")
-    expected: dict[str, Expected] = {
-        "x": (x, tuple(x.shape), FLOATS),
-        "order": optional(order, (k,), (torch.int32,)),
-        "norm": (norm, (k,) if fusion == "rms-norm" else None, (x.dtype,)),
-    }
-    require_tensors(op, x.device, expected)
-    if norm is not None and order is None:  # eight weights are read at once
-        require_aligned(op, "norm", norm)
 
 
 def rms_norm(wide: Tensor, norm: Tensor, epsilon: float) -> Tensor:

@@ -23,7 +23,6 @@ from qtool.kernels.activation.quantize_activation import (
     IN_REGISTERS,
     QuantizeActivation,
     RowPlan,
-    require_inputs,
     row_definition,
 )
 from qtool.kernels.build import Build, Source
@@ -31,7 +30,6 @@ from qtool.kernels.checks import optional, require_tensors
 from qtool.kernels.launch import pointers
 from qtool.kernels.op import operator
 from qtool.schemes.arithmetic.activation import quantize_groups
-from qtool.schemes.arithmetic.online_hadamard import SPAN as ROTATED
 from qtool.schemes.arithmetic.online_hadamard import rotate
 
 OP = "quantize_activation_groups"
@@ -76,6 +74,12 @@ class QuantizeActivationGroups(NamedTuple):
         """Input channels of the linear."""
         return self.x.shape[1] // (2 if self.fusion == "silu-up" else 1)
 
+    @property
+    def by_token(self) -> QuantizeActivation:
+        """The op with one scale a token."""
+        given = self.x, self.order, self.norm, self.fusion, self.epsilon
+        return QuantizeActivation(*given, self.rotated)
+
     def require(self, op: str = OP) -> None:
         group_size = self.group_size
         if self.arrangement not in ARRANGEMENTS:
@@ -83,8 +87,7 @@ class QuantizeActivationGroups(NamedTuple):
             raise QtoolError(f"{op}: unknown arrangement {self.arrangement!r}: {known}")
         if group_size not in GROUP_SIZES:
             raise QtoolError(f"{op}: no group size {group_size}; accepted: {GROUP_SIZES}")
-        step = max(ROTATED if self.rotated else SPAN, group_size or 0)
-        require_inputs(op, self.x, self.order, self.norm, self.fusion, step)
+        self.by_token.require(op, max(SPAN, group_size or 0))
         groups = self.k // (group_size or self.k)
         eight_bit = optional(self.eight_bit, (groups,), (torch.uint8,))
         require_tensors(op, self.x.device, {"eight_bit": eight_bit})
@@ -101,7 +104,7 @@ class QuantizeActivationGroups(NamedTuple):
     def reference(self) -> tuple[Tensor, Tensor]:
         blocks = self.eight_bit
         top: Tensor | int = 7 if blocks is None else torch.where(blocks.bool(), 127, 7)
-        y = QuantizeActivation(self.x, self.order, self.norm, self.fusion, self.epsilon).read()
+        y = self.by_token.read()
         y = rotate(y) if self.rotated else y
         codes, found = quantize_groups(y, self.group_size or self.k, top)
         scale = self.empty_scale().fill_(1.0)
