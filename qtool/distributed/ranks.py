@@ -165,7 +165,7 @@ def all_gather(value: T) -> list[T]:
     found: list[Any] = [None] * _world.size
     with _collective():
         dist.all_gather_object(found, (blob, serialization.specs_of(tensors)))
-    own = serialization.pack(tensors, found[_world.rank][1], _world.device)
+    own = serialization.pack(tensors, _world.device)
     buffers = _exchange(own, [serialization.size(specs) for _, specs in found])
     return [
         value if owner == _world.rank else serialization.join_tensors(its_blob, specs, buffer)

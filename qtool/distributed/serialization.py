@@ -62,8 +62,9 @@ def size(specs: TensorSpecs) -> int:
     return _aligned(places[-1].stop) if places else 0
 
 
-def pack(tensors: Sequence[Tensor], specs: TensorSpecs, device: str) -> Tensor:
+def pack(tensors: Sequence[Tensor], device: str) -> Tensor:
     """A uint8 buffer on ``device`` with copies of ``tensors``."""
+    specs = specs_of(tensors)
     packed = torch.empty(size(specs), dtype=torch.uint8, device=device)
     for tensor, place in zip(tensors, _places(specs), strict=True):
         packed[place] = tensor.detach().contiguous().flatten().view(torch.uint8).to(device)

@@ -3,7 +3,7 @@
 import torch
 
 from qtool.calibration.rounding.rounded import Rounded
-from qtool.distributed import serialization as parcels
+from qtool.distributed import serialization
 
 
 def test_a_value_with_tensors_survives_the_journey() -> None:
@@ -13,10 +13,10 @@ def test_a_value_with_tensors_survives_the_journey() -> None:
         "b": [scale, (1, None)],
         "c": scale[:0],
     }
-    blob, tensors = parcels.split_tensors(value)
+    blob, tensors = serialization.split_tensors(value)
     assert len(tensors) == 3  # the scale travels once
-    described = parcels.specs_of(tensors)
-    found = parcels.join_tensors(blob, described, parcels.pack(tensors, described, "cpu"))
+    described = serialization.specs_of(tensors)
+    found = serialization.join_tensors(blob, described, serialization.pack(tensors, "cpu"))
     assert torch.equal(found["a"].codes, value["a"].codes) and found["a"].weight_error == 0.5  # type: ignore[attr-defined]
     assert torch.equal(found["a"].params["s1"], scale) and found["a"].params["s1"] is found["b"][0]
     assert found["b"][1] == (1, None) and found["c"].shape == (0,)
@@ -24,14 +24,14 @@ def test_a_value_with_tensors_survives_the_journey() -> None:
 
 def test_buffers_of_several_ranks_may_lie_one_after_another() -> None:
     value = [torch.randn(3), torch.ones(1, dtype=torch.bool)]
-    blob, tensors = parcels.split_tensors(value)
-    described = parcels.specs_of(tensors)
-    for room in parcels.pack(tensors, described, "cpu").repeat(2, 1):
-        found = parcels.join_tensors(blob, described, room)
+    blob, tensors = serialization.split_tensors(value)
+    described = serialization.specs_of(tensors)
+    for room in serialization.pack(tensors, "cpu").repeat(2, 1):
+        found = serialization.join_tensors(blob, described, room)
         assert all(torch.equal(mine, its) for mine, its in zip(value, found, strict=True))
 
 
 def test_a_value_without_tensors_needs_no_room() -> None:
-    blob, tensors = parcels.split_tensors([1, "two"])
-    nothing = parcels.pack(tensors, [], "cpu")
-    assert not len(nothing) and parcels.join_tensors(blob, [], nothing) == [1, "two"]
+    blob, tensors = serialization.split_tensors([1, "two"])
+    nothing = serialization.pack(tensors, "cpu")
+    assert not len(nothing) and serialization.join_tensors(blob, [], nothing) == [1, "two"]
