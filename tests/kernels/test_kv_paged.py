@@ -238,6 +238,19 @@ def test_refuses_in_one_sentence(change: dict[str, Any], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_keys_and_values_must_be_alike() -> None:
+    filled = Filled("kv4").fill()
+    gather = gathered(filled, 0, False)[2]
+    key, value = (x[:, :2].flatten(0, 1) for x in filled.x)
+    slots = torch.arange(len(key))
+    constants = (*filled.scales, filled.offset, filled.importance)
+    for other in (value[:1], value[:, :1], value.half()):
+        with pytest.raises(QtoolError, match=r"kv_append_paged: key is .*both must be alike"):
+            kv_append_paged(key, other, filled.pages, slots, *constants)
+        with pytest.raises(QtoolError, match=r"kv_gather: key is .*both must be alike"):
+            kv_gather(**gather | {"value": other})
+
+
 def test_a_long_sequence_among_short_ones_is_split() -> None:
     for bits, group in product((4, 8), (1, 8, 16)):
         plan = Plan.of(bits, 128, group)

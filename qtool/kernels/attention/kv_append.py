@@ -78,16 +78,15 @@ class KvAppend(NamedTuple):
             )
         batch, heads, added, dim = x.shape
         cached.require(batch, heads, dim, x.device)
-        if codes.dtype == torch.uint8 and self.channel is not None:
-            expected = (self.channel, (heads, dim), (torch.float32,))
-            require_tensors(OP, x.device, {"channel": expected})
         if not added <= self.tokens <= cached.capacity:
             raise QtoolError(
                 f"{OP}: {self.tokens} tokens, {added} of them new; "
                 f"the cache has room for {cached.capacity}"
             )
-        lengths = optional(self.lengths, (batch,), (torch.int32,))
-        require_tensors(OP, x.device, {"lengths": lengths})
+        expected = {"lengths": optional(self.lengths, (batch,), (torch.int32,))}
+        if cached.bits == 4:
+            expected["channel"] = optional(self.channel, (heads, dim), (torch.float32,))
+        require_tensors(OP, x.device, expected)
 
     def empty(self) -> None:
         return None

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qtool.errors import QtoolError
 from qtool.kernels.attention.kv_append import THREADS, aligned, blocks_of, definition
 from qtool.kernels.attention.packed_cache import TOKENS
-from qtool.kernels.attention.paged_cache import PagedCache, require_tokens
+from qtool.kernels.attention.paged_cache import PagedCache, require_keys_and_values
 from qtool.kernels.build import cubin
-from qtool.kernels.checks import require_tensors
+from qtool.kernels.checks import Expected, optional, require_tensors
 from qtool.kernels.launch import launch, load, pointers, require_ampere
 from qtool.kernels.op import Launch, operator
 from qtool.schemes.kv import KV4, KV8, KVQuantizer
@@ -61,20 +60,16 @@ class KvAppendPaged(NamedTuple):
 
     def require(self) -> None:
         key, value, device = self.key, self.value, self.key.device
-        require_tokens(OP, "key", key)
-        require_tokens(OP, "value", value)
-        if (key.shape, key.dtype) != (value.shape, value.dtype):
-            raise QtoolError(
-                f"{OP}: key is {key.dtype} {tuple(key.shape)}, value {value.dtype} "
-                f"{tuple(value.shape)}; both must be alike"
-            )
+        require_keys_and_values(OP, key, value)
         tokens, heads, dim = key.shape
         self.cache.require(heads, device)
-        require_tensors(OP, device, {"slots": (self.slots, (tokens,), (torch.int64,))})
         shape = (heads, dim) if self.cache.bits == 4 else None
-        for name in ("k_offset", "k_importance"):
-            if (tensor := getattr(self, name)) is not None:
-                require_tensors(OP, device, {name: (tensor, shape, (torch.float32,))})
+        expected: dict[str, Expected] = {
+            "slots": (self.slots, (tokens,), (torch.int64,)),
+            "k_offset": optional(self.k_offset, shape, (torch.float32,)),
+            "k_importance": optional(self.k_importance, shape, (torch.float32,)),
+        }
+        require_tensors(OP, device, expected)
 
     def empty(self) -> None:
         return None

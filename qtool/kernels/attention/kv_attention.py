@@ -94,11 +94,12 @@ class KvAttention(NamedTuple):
             )
         if not 0 <= self.tokens <= keys.capacity:
             raise QtoolError(f"{OP}: {self.tokens} tokens; the cache has room for {keys.capacity}")
-        lengths = optional(self.lengths, (batch,), (torch.int32,))
-        require_tensors(OP, device, {"lengths": lengths})
-        if mask is not None:
-            seen = mask.shape[2] if mask.dim() == 3 else 0
-            require_tensors(OP, device, {"mask": (mask, (batch, queries, seen), (torch.bool,))})
+        seen = mask.shape[2] if mask is not None and mask.dim() == 3 else 0
+        expected = {
+            "lengths": optional(self.lengths, (batch,), (torch.int32,)),
+            "mask": optional(mask, (batch, queries, seen), (torch.bool,)),
+        }
+        require_tensors(OP, device, expected)
 
     def empty(self) -> Tensor:
         return torch.empty_like(self.query)

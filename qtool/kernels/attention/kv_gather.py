@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels.attention.kv_append import aligned
-from qtool.kernels.attention.paged_cache import PagedCache, require_table, require_tokens
+from qtool.kernels.attention.paged_cache import PagedCache, require_keys_and_values, require_table
 from qtool.kernels.build import ARCHS, Build, Source, cubin
 from qtool.kernels.checks import Expected, optional, require_tensors
 from qtool.kernels.dtypes import NUMBERS
@@ -78,8 +78,7 @@ class KvGather(NamedTuple):
 
     def require(self) -> None:
         key, device = self.key, self.key.device
-        require_tokens(OP, "key", key)
-        require_tokens(OP, "value", self.value)
+        require_keys_and_values(OP, key, self.value)
         _, heads, dim = key.shape
         self.cache.require(heads, device)
         if self.threads >= 1 << 31:

@@ -110,6 +110,17 @@ def require_table(op: str, table: Tensor, batch: int, device: torch.device) -> N
         )
 
 
+def require_keys_and_values(op: str, key: Tensor, value: Tensor) -> None:
+    """Refuse new keys and values that are not alike, or that :func:`require_tokens` refuses."""
+    require_tokens(op, "key", key)
+    require_tokens(op, "value", value)
+    if (key.shape, key.dtype) != (value.shape, value.dtype):
+        raise QtoolError(
+            f"{op}: key is {key.dtype} {tuple(key.shape)}, value {value.dtype} "
+            f"{tuple(value.shape)}; both must be alike"
+        )
+
+
 def require_tokens(op: str, name: str, x: Tensor) -> None:
     """Refuse ``x`` unless it is 16-bit ``[T, H, D]`` with adjacent channels and aligned heads."""
     if (
