@@ -23,11 +23,12 @@ OUTLIER_RATIO = 10.0
 class BlockPlan:
     """``permutation [K]`` int64 and ``eight_bit [K/128]`` u8 of a layer.
 
-    Place j of the permuted input takes channel ``permutation[j]``.
+    Place j of the permuted input takes channel ``permutation[j]``; ``most`` blocks may have 8 bits.
     """
 
     permutation: Tensor
     eight_bit: Tensor
+    most: int
 
 
 def plan_blocks(
@@ -50,13 +51,14 @@ def plan_blocks(
             range.
     """
     outliers = outlier_channels(amax, ratio)
-    cap = block_cap(len(amax), max_8bit_blocks, min_w4a4_share)
-    if cap and outliers.any():
+    most = block_cap(len(amax), max_8bit_blocks, min_w4a4_share)
+    if most and outliers.any():
         # a sort, which puts the others of similar size into one 4-bit block too (QServe B.2.3)
         permutation = by_magnitude(amax)
     else:
         permutation = torch.arange(len(amax), device=amax.device)
-    return BlockPlan(permutation, eight_bit_blocks(amax[permutation], outliers[permutation], cap))
+    eight_bit = eight_bit_blocks(amax[permutation], outliers[permutation], most)
+    return BlockPlan(permutation, eight_bit, most)
 
 
 def outlier_channels(amax: Tensor, ratio: float = OUTLIER_RATIO) -> Tensor:

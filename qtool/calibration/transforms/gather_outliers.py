@@ -27,7 +27,7 @@ from qtool.calibration.transforms.reorder import BEFORE_ORDER, permute, recipe_g
 from qtool.models.family import Family
 from qtool.models.parts import LinearGroup
 from qtool.schemes.fmpq import BLOCK, Fmpq
-from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, BlockPlan, block_cap, by_magnitude, plan_blocks
+from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, BlockPlan, by_magnitude, plan_blocks
 
 
 @dataclass(kw_only=True)
@@ -122,17 +122,16 @@ class GatherOutliers(Transform):
         errors = output_errors(block, batches, zip(mixed.values(), orders, strict=True))
         for (n, names), order, error in zip(mixed.items(), orders, errors, strict=True):
             seen = inputs[names[0]]
-            plan, most = self._plan(seen.amax)
+            plan = self._plan(seen.amax)
             cost = error * block_shares(block, names, seen.sample, order)
             work = sum(block.weight(name).numel() for name in names) // len(cost)
-            found.append((n, BlockCosts(cost, work, int(plan.eight_bit.sum()), most)))
+            found.append((n, BlockCosts(cost, work, int(plan.eight_bit.sum()), plan.most)))
         return found
 
-    def _plan(self, amax: Tensor) -> tuple[BlockPlan, int]:
-        """The plan for blocks with outliers, and the number of blocks that may have 8 bits."""
+    def _plan(self, amax: Tensor) -> BlockPlan:
+        """The plan for blocks with outliers."""
         most, share = self.max_8bit_blocks, self.min_w4a4_share
-        plan = plan_blocks(amax, ratio=self.ratio, max_8bit_blocks=most, min_w4a4_share=share)
-        return plan, block_cap(len(amax), most, share)
+        return plan_blocks(amax, ratio=self.ratio, max_8bit_blocks=most, min_w4a4_share=share)
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
@@ -142,12 +141,12 @@ class GatherOutliers(Transform):
             mixed = _mixed(block, group)
             if not mixed or (seen := inputs.get(group.linears[0])) is None:
                 continue
-            plan, most = self._plan(seen.amax)
+            plan = self._plan(seen.amax)
             order, eight_bit = plan.permutation, plan.eight_bit
             if count := self._count(block, number):
                 # a plan with outliers already has this order
                 order = by_magnitude(seen.amax)
-                eight_bit[: min(count, most)] = 1
+                eight_bit[: min(count, plan.most)] = 1
             permute(block, group, order, inside_heads=False)
             note = {"eight_bit_blocks": int(eight_bit.sum()), "blocks": len(eight_bit)}
             block.notes.setdefault(self.name, {})[mixed[0]] = note
