@@ -74,13 +74,14 @@ memorize() {
 
 bench_code='
 import json, sys
+from dataclasses import asdict
 from pathlib import Path
-from qtool.serving.bench import as_dicts, bench_serve, table
+from qtool.serving.bench import bench_serve, table
 directory, against, batches, out = sys.argv[1:5]
 rows = []
 for row in bench_serve(Path(directory), against=[n for n in against.split(",") if n], batches=list(map(int, batches.split(",")))):
     rows.append(row)
-    Path(out).write_text(json.dumps(as_dicts(rows), indent=1))
+    Path(out).write_text(json.dumps([asdict(row) for row in rows], indent=1))
 print(table(rows))
 print("RESULT", len(rows), "rows")
 '

@@ -313,6 +313,13 @@ def test_every_script_has_an_entry() -> None:
     assert scripts() == sorted(SCRIPTS)
 
 
+def test_what_shell_scripts_import_is_there() -> None:
+    """The Python within them runs only on a GPU."""
+    for script in BENCHMARKS.rglob("*.sh"):
+        for line in re.findall(r"^from qtool.* import .*", script.read_text(), re.MULTILINE):
+            exec(line, {})
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_it_runs(
     name: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
