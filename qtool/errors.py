@@ -115,7 +115,7 @@ def expand_home(path: str | PathLike[str]) -> Path:
 
 
 def require_new_path(name: str, value: object) -> Path:
-    """:func:`require_path` of what will be made.
+    """:func:`require_path` of a new file or directory.
 
     A ``..`` behind a directory that is not there is resolved: else that directory had to be made.
 
@@ -124,7 +124,7 @@ def require_new_path(name: str, value: object) -> Path:
     """
     path = require_path(name, value)
     if path.name in ("", ".."):
-        raise QtoolError(f"{name} {str(value)!r}: it names nothing that could be made")
+        raise QtoolError(f"{name} {str(value)!r}: the name of a new file or directory is expected")
     if ".." in path.parts and not path.parent.exists():
         return Path(os.path.realpath(path.parent), path.name)
     return path

@@ -114,7 +114,7 @@ def test_progress_is_a_function(call: Callable[[Any], object]) -> None:
     ],
 )
 def test_an_output_has_a_name(call: Callable[[Any], object], out: str | Path) -> None:
-    with pytest.raises(QtoolError, match=f"^out '{out}': it names nothing that could be made$"):
+    with pytest.raises(QtoolError, match=f"^out '{out}': the name of a new file"):
         call(out)
 
 

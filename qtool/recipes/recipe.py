@@ -129,8 +129,8 @@ def _require_scheme(recipe: Recipe, named: bool, scheme: str, file: str) -> None
     schemes = [recipe.scheme] if named else sorted({r.scheme for r in recipe.layers if r.scheme})
     if schemes and scheme not in schemes:
         raise QtoolError(
-            f"--scheme {scheme}: {file} is a recipe of {', '.join(schemes)}; leave --scheme out, "
-            "the file says it"
+            f"--scheme {scheme}: {file} is a recipe of {', '.join(schemes)}; leave --scheme out: "
+            "the recipe says what it quantizes to"
         )
 
 

@@ -236,7 +236,7 @@ class Scheme(ABC):
                 for g in self.group_sizes
                 if k and common % (g or common) == 0
             ]
-            others = f"sizes that do: {', '.join(fits)}" if fits else "nor by another it has"
+            others = f"sizes that do: {', '.join(fits)}" if fits else "none of its sizes does"
             raise QtoolError(
                 f"{self.name}: {k} input channels are not divisible by group size {size} ({others})"
             )

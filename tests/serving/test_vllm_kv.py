@@ -145,7 +145,7 @@ def test_without_the_hook_or_a_gpu_vllm_keeps_its_own(
     monkeypatch.setattr(kv, "AttentionBackend", object)
     config = configured(directory, dtype="bfloat16")
     assert not chosen(config, "kv4") and not chosen(config, "kv4-channel")
-    assert "no pages of its size" in said[-2] and "kv4-channel has no kernel" in said[-1]
+    assert "no cache dtype of its size" in said[-2] and "kv4-channel has no kernel" in said[-1]
 
 
 def test_half_a_hook_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def _reason_against(linears: PackedLinears, pages: Any, config: VllmConfig) -> s
     if reason := cache_refused(linears):
         return reason
     if pages is None:
-        return "this vLLM has no pages of its size and registers none"
+        return "this vLLM has no cache dtype of its size, and plugins cannot add one"
     if not current_platform.is_cuda():
         return "its kernels need a CUDA GPU"
     if attention.backend not in (None, AttentionBackendEnum.CUSTOM) or attention.backend_per_kind:
