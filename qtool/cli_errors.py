@@ -15,8 +15,6 @@ INTERRUPTED = {
     "import": "; finished shards are kept: the same command continues",
     "eval": "; with --save each finished task is kept",
 }
-
-
 #: what a user can mend, by its message; OSError means no permission, no space or no such path
 MISTAKES = (QtoolError, OSError, click.ClickException)
 

@@ -4,7 +4,7 @@ The constants were measured on an H200 with random routing (benchmarks/journal/k
 ``benchmarks/kernels/sweep_experts.py`` times every tile.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from math import ceil, erfc, expm1, sqrt
 
@@ -53,29 +53,24 @@ BYTES_PER_US = 33.3e3
 
 
 @cache
-def choose_experts(rows: int, experts: int, n: int, k: int, stage_bytes: int) -> Tile:
+def choose_experts(
+    rows: int,
+    experts: int,
+    n: int,
+    k: int,
+    stage_bytes: int,
+    *,
+    half: bool = False,
+    scales_sums: bool = False,
+) -> Tile:
     """The tile for ``rows`` tokens of ``experts``, each of whose weights is ``[n, k]``.
 
-    ``stage_bytes`` are the bytes of 128 input channels of 128 rows of a weight.
+    Args:
+        stage_bytes: bytes of 128 input channels of 128 rows of a weight.
+        half: the tokens have 16 bits.
+        scales_sums: they do, and the main loop scales the sums of groups with every tile.
     """
-    return _choose(rows, experts, n, k, stage_bytes, STEP)
-
-
-@cache
-def choose_experts_half(
-    rows: int, experts: int, n: int, k: int, stage_bytes: int, *, scales_sums: bool
-) -> Tile:
-    """The tile for 16-bit tokens.
-
-    ``scales_sums``: the main loop scales the sums of groups with every tile.
-    """
-    step_us = STEP_HALF_SUMS if scales_sums else STEP_HALF
-    return _choose(rows, experts, n, k, stage_bytes, step_us)
-
-
-def _choose(
-    rows: int, experts: int, n: int, k: int, stage_bytes: int, step_us: Mapping[Tile, float]
-) -> Tile:
+    step_us = STEP_HALF_SUMS if scales_sums else STEP_HALF if half else STEP
     steps = -(-k // 128)
     if tokens := next((size for size in SPLIT_SIZES if rows <= size), None):
         tiles = most_token_tiles(rows, experts, tokens) * -(-n // 128)
@@ -114,7 +109,5 @@ def _table(steps: Iterable[Tile]) -> tuple[Tile, ...]:
     return tuple(dict.fromkeys((*steps, *small_tiles(SMALL, SPLIT_SIZES))))
 
 
-#: every tile that :func:`choose_experts` may return
-TABLE = _table(STEP)
-#: every tile that :func:`choose_experts_half` may return
-TABLE_HALF, TABLE_HALF_SUMS = _table(STEP_HALF), _table(STEP_HALF_SUMS)
+#: every tile that :func:`choose_experts` may return, for tokens of 8 and of 16 bits
+TABLE, TABLE_HALF, TABLE_HALF_SUMS = map(_table, (STEP, STEP_HALF, STEP_HALF_SUMS))

@@ -13,7 +13,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.kernels.build import Build
 from qtool.kernels.experts.grouped import experts_operand, products, require_experts
-from qtool.kernels.experts.tiles import TABLE_HALF, TABLE_HALF_SUMS, choose_experts_half
+from qtool.kernels.experts.tiles import TABLE_HALF, TABLE_HALF_SUMS, choose_experts
 from qtool.kernels.hopper import gemm, w4a16
 from qtool.kernels.hopper.gemm import Operand, Weight, run
 from qtool.kernels.hopper.tiles import Tile
@@ -32,7 +32,7 @@ def choose(
     """The tile for ``rows`` tokens of ``experts``, each of whose weights is ``[n, k]``."""
     stage_bytes = operand(group, x, scale, 128).stage_bytes
     scales_sums = group > 0 and scale != x
-    return choose_experts_half(rows, experts, n, k, stage_bytes, scales_sums=scales_sums)
+    return choose_experts(rows, experts, n, k, stage_bytes, half=True, scales_sums=scales_sums)
 
 
 def builds() -> Iterator[Build]:

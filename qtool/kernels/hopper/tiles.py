@@ -88,7 +88,6 @@ FINISH, ADD = 1.57, 1.45
 PAIR_LAUNCH, PAIR_FACTOR = 0.3, 1.02
 LARGE = tuple(Tile(*shape, split=split) for shape in STEP for split in (1, 2, 3))
 
-
 #: the same for s4 weights, by the groups of a step that are scaled in the main loop (no registers
 #: for more sums there)
 STEP_S4 = {
@@ -97,7 +96,6 @@ STEP_S4 = {
     2: {(64, 128): 0.54, (128, 128): 0.91},
     4: {(64, 128): 0.865, (128, 128): 1.46},
 }
-
 
 #: and of 16-bit tokens: with weights that are rounded or scaled by channel, and with sums of groups
 #: that are scaled in the main loop
