@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -51,6 +51,14 @@ class QtoolConfig(QuantizationConfig):
 
     vLLM fuses linears (``packed_modules_mapping``) and renames modules; rules match the
     checkpoint's names.
+
+    Attributes:
+        keeps_cache: whether keys and values are quantized as in the checkpoint; None before the
+            first layer.
+        of_transformers: whether vLLM runs transformers' model.
+        transforms: those that changed the source's weights.
+        stored: the checkpoint's names of linears, by vLLM's.
+        asked: the checkpoint's names of linears that vLLM has layers for.
     """
 
     def __init__(self, checkpoint_format: CheckpointFormat | None = None) -> None:
@@ -62,11 +70,11 @@ class QtoolConfig(QuantizationConfig):
             )
         self.format = checkpoint_format
         self.linears: PackedLinears | None = None
-        self.keeps_cache: bool | None = None  # as in the checkpoint; None: not decided
-        self.of_transformers = False  # vLLM runs transformers' model
-        self.transforms: list[str] = []  # that changed the source's weights
-        self.stored: dict[str, str] = {}  # the checkpoint's names of linears by vLLM's
-        self.asked: set[str] = set()  # the checkpoint's names of linears that vLLM has layers for
+        self.keeps_cache: bool | None = None
+        self.of_transformers = False
+        self.transforms: list[str] = []
+        self.stored: dict[str, str] = {}
+        self.asked: set[str] = set()
 
     def __repr__(self) -> str:
         return f"QtoolConfig({self.format.scheme})"
@@ -164,31 +172,37 @@ class QtoolConfig(QuantizationConfig):
         if (config := get_current_vllm_config_or_none()) is not None:
             fusion.switch_on(config)
             if self.keeps_cache is None:
-                self.keeps_cache = choose_cache(config, self.packed_linears)
-                self.of_transformers = config.model_config.using_transformers_backend()
-                if config.lora_config and self.transforms:
-                    logger.warning_once(
-                        "The checkpoint's recipe changed the source's weights (%s), so that LoRA "
-                        "adapters that were trained for the source give wrong outputs with it.",
-                        ", ".join(self.transforms),
-                    )
+                self._begin(config)
         if isinstance(layer, LinearBase):
-            names = self.shards(prefix)
-            linear_format = self.packed_linears.joined(prefix, names)
-            if linear_format is None:
-                return UnquantizedLinearMethod()
-            if type(layer) is ColumnParallelLinear and prefix.endswith(".mixer.in_proj"):
-                self._require_one_rank(prefix)
-            if isinstance(layer, QKVParallelLinear):
-                self._require_heads(names[0], linear_format)
-            return QtoolLinearMethod(
-                prefix, linear_format, names, self.packed_linears.permuted(prefix, names)
-            )
+            return self._linear(layer, prefix)
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
         if isinstance(layer, Attention) and self.keeps_cache and self.format.kv:
             return KVMethod(self, prefix, self.format.kv)
         return None  # embeddings and heads: 16 bits; other attention: vLLM's own cache
+
+    def _begin(self, config: VllmConfig) -> None:
+        """Choose the KV cache and warn of LoRA adapters, before the first layer is made."""
+        self.keeps_cache = choose_cache(config, self.packed_linears)
+        self.of_transformers = config.model_config.using_transformers_backend()
+        if config.lora_config and self.transforms:
+            logger.warning_once(
+                "The checkpoint's recipe changed the source's weights (%s), so that LoRA "
+                "adapters that were trained for the source give wrong outputs with it.",
+                ", ".join(self.transforms),
+            )
+
+    def _linear(self, layer: LinearBase, prefix: str) -> QuantizeMethodBase:
+        names = self.shards(prefix)
+        linear_format = self.packed_linears.joined(prefix, names)
+        if linear_format is None:
+            return UnquantizedLinearMethod()
+        if type(layer) is ColumnParallelLinear and prefix.endswith(".mixer.in_proj"):
+            self._require_one_rank(prefix)
+        if isinstance(layer, QKVParallelLinear):
+            self._require_heads(names[0], linear_format)
+        permuted = self.packed_linears.permuted(prefix, names)
+        return QtoolLinearMethod(prefix, linear_format, names, permuted)
 
     def shards(self, prefix: str) -> list[str]:
         """The checkpoint's names of the linears that vLLM's layer ``prefix`` joins."""
