@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -289,20 +288,13 @@ def inspect(model: str, as_json: bool) -> None:
 @QUIET
 @VERBOSE
 @JSON
-def export(
-    model: str,
-    target: str,
-    out: Path | None,
-    tensor_parallel: int,
-    verbose: bool,
-    as_json: bool,
-) -> None:
+def export(model: str, target: str, verbose: bool, as_json: bool, **options: Any) -> None:
     """Write a quantized MODEL in the format of a serving stack.
 
     The result says what changed, if anything.
     """
     with progress.Display("export", "shard") as shown:
-        done = api.export(model, target, out, tensor_parallel=tensor_parallel, progress=shown)
+        done = api.export(model, target, progress=shown, **options)
     if as_json:
         print_json(done.as_dict())
         return
@@ -320,7 +312,7 @@ def export(
 )
 @QUIET
 @JSON
-def import_model(model: str, out: Path, layout: str | None, as_json: bool) -> None:
+def import_model(model: str, as_json: bool, **options: Any) -> None:
     """Repack a 4-bit MODEL that another tool quantized.
 
     A symmetric GPTQ, AWQ, AutoRound or compressed-tensors MODEL becomes a native w4a16 checkpoint
@@ -328,7 +320,7 @@ def import_model(model: str, out: Path, layout: str | None, as_json: bool) -> No
     activations.
     """
     with progress.Display("import", "shard") as shown:
-        done = api.import_(model, out, layout=layout, progress=shown)
+        done = api.import_(model, progress=shown, **options)
     print_json(done.as_dict()) if as_json else click.echo(done)
 
 
