@@ -240,7 +240,7 @@ def test_experts_compute_what_our_runtime_does(native: Native, variant: str) -> 
 
 def experts_of(model: nn.Module) -> Any:
     """The one layer of experts."""
-    (layer,) = (m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "parts"))
+    (layer,) = (m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "formats"))
     return layer
 
 
@@ -315,11 +315,7 @@ def test_experts_under_tensor_parallelism(native: Native, variant: str) -> None:
     directory = native(variant=variant)
     checkpoint = Checkpoint(directory)
     for rank in range(2):
-        model = loaded(directory, rank, 2)
-        experts = [m for m in model.modules() if hasattr(getattr(m, "quant_method", None), "parts")]
-        assert len(experts) == 1
-        for layer in experts:
-            require_experts(layer, checkpoint, rank)
+        require_experts(experts_of(loaded(directory, rank, 2)), checkpoint, rank)
 
 
 def require_experts(layer: Any, checkpoint: Checkpoint, rank: int) -> None:
@@ -328,7 +324,7 @@ def require_experts(layer: Any, checkpoint: Checkpoint, rank: int) -> None:
     for stack, names in method.names.items():
         found, each = method.formats[stack], len(names) // method.experts
         for expert in range(method.experts):
-            stored = {p: getattr(layer, f"{stack}_{p}")[expert] for p in method.parts[stack]}
+            stored = {p: getattr(layer, f"{stack}_{p}")[expert] for p in method.axes[stack]}
             codes, _ = found.unpack(stored, *method.sizes[stack])
             halves = []
             for name in names[expert * each : (expert + 1) * each]:

@@ -26,7 +26,7 @@ from qtool.kernels.experts.route import MOST_EXPERTS
 from qtool.runtime.dispatch import Call, Kernel
 from qtool.runtime.experts import ExpertStack, grouped_experts
 from qtool.serving.kernel import Gemm, compile_kernels, serving_kernel
-from qtool.serving.partition import axes, require_shares
+from qtool.serving.partition import Axes, axes, require_shares
 
 #: up to so many tokens every expert of a loop gets all of them; vLLM captures no more by default
 CAPTURED = 512
@@ -87,6 +87,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         self.dtype, self.experts = params_dtype, num_experts
         self.loaded: set[tuple[str, int, str]] = set()  # parameter, expert, shard
         self.kernels: dict[str, Kernel] = {}
+        self.axes: dict[str, dict[str, Axes]] = {}
         for stack, shards in STACKS.items():
             linear_format, (n, k) = self.formats[stack], self.sizes[stack]
             with torch.device("cpu"):  # where a cut of the input channels is tried
@@ -100,6 +101,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
                     permuted=False,
                 )
                 stored, found = linear_format.tensors(n, k), axes(linear_format, n, k)
+            self.axes[stack] = found
             self.kernels[stack] = serving_kernel(self.name, linear_format, n, k, params_dtype)
             for part, spec in stored.items():
                 each = spec.shape if found[part].output is not None else (len(shards), *spec.shape)
@@ -146,7 +148,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
             return False if return_success else None
         name = weight_name.rpartition(".")[2]
         stack, _, part = name.partition("_")
-        axis, target = axes(self.formats[stack], *self.sizes[stack])[part], param.data[expert]
+        axis, target = self.axes[stack][part], param.data[expert]
         shard = STACKS[stack].index(shard_id)
         if axis.output is None:
             target = target[shard]
@@ -166,11 +168,8 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         Raises:
             QtoolError: for a tensor that the checkpoint did not have, or a scale of NaN or Inf.
         """
-        self.parts: dict[str, list[str]] = {}
         for stack, shards in STACKS.items():
-            found = axes(self.formats[stack], *self.sizes[stack])
-            self.parts[stack] = list(found)
-            for part, axis in found.items():
+            for part, axis in self.axes[stack].items():
                 name = f"{stack}_{part}"
                 self._require_loaded(name, shards)
                 tensor = getattr(layer, name).data
@@ -216,7 +215,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         return have and self.experts <= MOST_EXPERTS
 
     def _stack(self, layer: Any, stack: str) -> ExpertStack:
-        stored = {part: getattr(layer, f"{stack}_{part}")[:, None] for part in self.parts[stack]}
+        stored = {part: getattr(layer, f"{stack}_{part}")[:, None] for part in self.axes[stack]}
         return ExpertStack(self.kernels[stack], self.formats[stack], stored)
 
     def _grouped(self, layer: Any, x: Tensor, weights: Tensor, ids: Tensor, own: Any) -> Tensor:
@@ -284,7 +283,7 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         return self._stack(layer, stack).multiply(x, None, offsets)
 
     def _multiply(self, layer: RoutedExperts, stack: str, expert: int, x: Tensor) -> Tensor:
-        stored = {part: getattr(layer, f"{stack}_{part}")[expert] for part in self.parts[stack]}
+        stored = {part: getattr(layer, f"{stack}_{part}")[expert] for part in self.axes[stack]}
         return self.kernels[stack].multiply(
             Call(x, None, stored, None, self.formats[stack], x.dtype)
         )
