@@ -48,7 +48,7 @@ class Prefills:
         queries: int32 ``[n + 1]``, where the new tokens of each sequence start among ``tokens``.
         longest_query: the most new tokens of any sequence.
         longest: the most tokens of any sequence, earlier ones included.
-        starts: argument of ``kv_gather``; None if there are no earlier tokens.
+        starts: int32 ``[n + 1]``, where all tokens of each sequence start.
         cached: argument of ``kv_gather``; None if there are no earlier tokens.
         total: tokens of all sequences.
     """
@@ -58,7 +58,7 @@ class Prefills:
     queries: Tensor
     longest_query: int
     longest: int
-    starts: Tensor | None
+    starts: Tensor
     cached: Tensor | None
     total: int
 
@@ -132,14 +132,14 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         new = [end - start for start, end in zip(starts, ends, strict=True)]
         every = lengths[requests]
         before = every if self.read_back else [e - n for e, n in zip(every, new, strict=True)]
-        more = any(before)
+        more, queries = any(before), self._sums(new)
         return Prefills(
             requests=requests,
             tokens=slice(starts[0], ends[-1]),
-            queries=self._sums(new),
+            queries=queries,
             longest_query=max(new),
             longest=max(every),
-            starts=self._sums(every) if more else None,
+            starts=self._sums(every) if more else queries,
             cached=self._int32(before) if more else None,
             total=sum(every),
         )
@@ -250,9 +250,9 @@ class QtoolAttention(AttentionImpl[Metadata]):
         output: Tensor,
     ) -> None:
         """FlashAttention over a call's new tokens, and over earlier ones that are dequantized."""
-        keys, values, starts = key[call.tokens], value[call.tokens], call.queries
-        if call.starts is not None and call.cached is not None:
-            starts, room = call.starts, self.workspace(query, call.total)
+        keys, values = key[call.tokens], value[call.tokens]
+        if call.cached is not None:
+            room = self.workspace(query, call.total)
             kv_gather(
                 key=keys,
                 value=values,
@@ -261,7 +261,7 @@ class QtoolAttention(AttentionImpl[Metadata]):
                 k_scale=layer.cache_k_scale,
                 v_scale=layer.cache_v_scale,
                 k_offset=layer.cache_k_offset,
-                starts=starts,
+                starts=call.starts,
                 fresh=call.queries,
                 cached=call.cached,
                 keys=room[0],
@@ -276,7 +276,7 @@ class QtoolAttention(AttentionImpl[Metadata]):
             v=values,
             out=output[call.tokens],
             cu_seqlens_q=call.queries,
-            cu_seqlens_k=starts,
+            cu_seqlens_k=call.starts,
             max_seqlen_q=call.longest_query,
             max_seqlen_k=call.longest,
             softmax_scale=self.scale,
