@@ -47,7 +47,7 @@ def test_choice_for_s4_weights_is_in_its_table(m: int, n: int, k: int, group: in
     assert tile in TABLE_S4
     assert tile.tokens * tile.rows <= (256 if group is None else 128) * 128
     assert runs_at_once(tile, m, 64 * n)
-    whole = choose_s4(m, 64 * n, 64 * k, group, whole=True)
+    whole = choose_s4(m, 64 * n, 64 * k, group, split_k=False)
     assert whole in TABLE_S4 and (whole.split, whole.tokens) == (1, tile.tokens)
 
 

@@ -175,7 +175,7 @@ def attend(
     mask: Tensor | None = None,
     table: Tensor | None = None,
     page_bytes: int = 0,
-    fewest: int = 0,
+    min_splits: int = 0,
     shift: Tensor | None = None,
 ) -> None:
     """Launch the kernels for dense or paged attention (csrc/attention/kv_params.cuh).
@@ -185,7 +185,7 @@ def attend(
         parts: codes, scales and zero points of keys, then of values; paged: the pages first.
         table: paged: int32 ``[B, M]``, the pages of each sequence.
         page_bytes: paged: see :mod:`qtool.kernels.attention.paged_cache`.
-        fewest: paged: the least number of splits.
+        min_splits: paged: the least number of splits.
         shift: float32 ``[B, Hq, Tq]``, added to all scores of a row before the cap.
     """
     (batch, heads, queries, dim), device = query.shape, query.device
@@ -199,7 +199,7 @@ def attend(
         *(query.stride(0), page_bytes, scaling, softcap),
         *(kv_heads, group, queries, tokens, capacity),
         *(0 if mask is None else mask.shape[2], splits, row_blocks, window, all_rows),
-        *(0 if table is None else table.stride(0), fewest),
+        *(0 if table is None else table.stride(0), min_splits),
     )
     variant = (plan, query.dtype, mask is not None, softcap > 0, table is not None)
     main, combine = _kernels(*variant, arch, device.index)

@@ -106,7 +106,7 @@ class KvAttentionPaged(NamedTuple):
         group = heads // kv_heads
         plan = Plan.of(self.cache.bits, dim, group)
         blocks = batch * kv_heads * plan.row_blocks(group)
-        fewest, splits = plan.paged_splits(blocks, self.tokens, multiprocessors(device))
+        min_splits, splits = plan.paged_splits(blocks, self.tokens, multiprocessors(device))
         shift = None
         if self.softcap and self.k_offset is not None:
             grouped = query.float().unflatten(1, (kv_heads, group))
@@ -121,7 +121,7 @@ class KvAttentionPaged(NamedTuple):
             capacity=0,
             table=self.table,
             page_bytes=pages.stride(0),
-            fewest=fewest,
+            min_splits=min_splits,
             shift=shift,
         )
 

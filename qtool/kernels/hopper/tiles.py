@@ -122,13 +122,13 @@ def choose(m: int, n: int, k: int) -> Tile:
 
 
 @cache
-def choose_s4(m: int, n: int, k: int, group_size: int | None, whole: bool = False) -> Tile:
+def choose_s4(m: int, n: int, k: int, group_size: int | None, split_k: bool = True) -> Tile:
     """The tile for s4 weights with a scale for each ``group_size`` input channels.
 
-    ``None`` means one scale for all. ``whole``: no blocks share the sum over K.
+    ``None`` means one scale for all. ``split_k``: several blocks may share the sum over K.
     """
     tile = _choose(m, n, k, STEP_S4[0 if group_size is None else max(1, 128 // group_size)])
-    if whole and tile.split > 1:
+    if tile.split > 1 and not split_k:
         tile = replace(tile, split=1, blocks_per_sm=2 if tile.tokens <= 64 else 1)
     return replace(tile, blocks_per_sm=1) if tile.tokens == 64 else tile
 

@@ -136,8 +136,8 @@ class W4AxGemm(NamedTuple):
         if len(out) == 0:
             return
         group_size = None if out.dtype == torch.int32 else self.group_size
-        whole = group_size is not None and adds_in_order()
-        tile = choose_s4(*out.shape, self.x.shape[1], group_size, whole=whole)
+        split_k = group_size is None or not adds_in_order()
+        tile = choose_s4(*out.shape, self.x.shape[1], group_size, split_k=split_k)
         kernel = operand(self.layout, group_size, self.scale.dtype)
         weight = Weight(self.scale, boxed=self.qweight.flatten(1))
         run(kernel, tile, self.x, self.sx, weight, out, bias=self.bias)

@@ -125,16 +125,16 @@ def definition(
 
 
 def builds(
-    name: str, operand: MmaOperand, instruction: str, *, s4: bool, every: bool
+    name: str, operand: MmaOperand, instruction: str, *, s4: bool, all_tiles: bool
 ) -> Iterator[Build]:
-    """The kernel of ``operand`` with the widest tile, or with all of them if ``every``.
+    """The kernel of ``operand`` with the widest tile, or with all of them if ``all_tiles``.
 
     Code for Hopper calls a subroutine that emulates s4 tensor cores. Code for Blackwell would too,
     so Blackwell gets no s4 kernel.
     """
     for capability in ((8, 0), (8, 9), (9, 0), *(() if s4 else ((10, 0), (12, 0)))):
         arch, emulated = ARCHITECTURES[capability][0], s4 and capability == (9, 0)
-        for tile in operand.tiles if every and arch == "sm_89" else operand.tiles[-1:]:
+        for tile in operand.tiles if all_tiles and arch == "sm_89" else operand.tiles[-1:]:
             source = definition(operand, tile, torch.bfloat16, capability)
             instructions = () if emulated else (instruction,)
             yield Build(
@@ -171,21 +171,21 @@ def run(
     *,
     token_sum: Tensor | None = None,
     bias: Tensor | None = None,
-    whole: bool = False,
+    split_k: bool = True,
 ) -> None:
     """Launch ``out [M, N] = x W^T`` over ``k`` input channels, epilogue fused.
 
     The op has checked all arguments.
 
-    ``whole``: each tile is computed by one block.
+    ``split_k``: several blocks may share the sum over K of a tile.
     """
     (m, n), device = out.shape, x.device
     tile = choose(operand.tiles, m, n, multiprocessors(device))
     kernel, shared, resident = _kernel(operand, tile, out.dtype, device)
     token_tiles = -(-m // tile.tokens)
     tiles, steps = token_tiles * -(-n // tile.rows), -(-k // 128)
-    grid = tiles if whole else max(1, min(resident, tiles * steps // LEAST_STEPS))
-    sums = 0 if whole else grid * tile.rows * tile.tokens
+    grid = max(1, min(resident, tiles * steps // LEAST_STEPS)) if split_k else tiles
+    sums = grid * tile.rows * tile.tokens if split_k else 0
     partial = torch.empty(sums, dtype=torch.int32, device=device)
     ready = torch.zeros(grid, dtype=torch.int32, device=device)
     level2 = (weight.scale2, weight.offset2, weight.scale1, weight.zero1)

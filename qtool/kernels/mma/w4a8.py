@@ -41,9 +41,9 @@ def builds() -> Iterator[Build]:
         ("w4a8-lqq", 64),
         ("w4a8-lqq", 32),
     ):
-        name, every = f"mma {scheme} g{group}", scheme == "w4a8-qoq-g128"
+        name, all_tiles = f"mma {scheme} g{group}", scheme == "w4a8-qoq-g128"
         yield from mma.builds(
-            name, operand(scheme, group), "IMMA.16832.S8.S8", s4=False, every=every
+            name, operand(scheme, group), "IMMA.16832.S8.S8", s4=False, all_tiles=all_tiles
         )
 
 

@@ -64,13 +64,11 @@ def builds() -> Iterator[Build]:
     for group in (128, 32, None):
         kernel = operand("apex4", group, torch.float32, mixed=False)
         instruction = "IMMA.16832.S4.S4" if group == 32 else "IMMA.16864.S4.S4"
-        yield from mma.builds(f"mma apex4 g{group}", kernel, instruction, s4=True, every=True)
-    for dtype in (torch.float32, torch.bfloat16):
+        yield from mma.builds(f"mma apex4 g{group}", kernel, instruction, s4=True, all_tiles=True)
+    for dtype, all_tiles in ((torch.float32, True), (torch.bfloat16, False)):
         kernel = operand("w4ax-interleaved", BLOCK, dtype, mixed=True)
-        every = dtype == torch.float32
-        yield from mma.builds(
-            f"mma w4ax-interleaved {dtype}", kernel, "IMMA.16864.S4.S4", s4=True, every=every
-        )
+        name, instruction = f"mma w4ax-interleaved {dtype}", "IMMA.16864.S4.S4"
+        yield from mma.builds(name, kernel, instruction, s4=True, all_tiles=all_tiles)
 
 
 class W4AxMmaGemm(NamedTuple):
@@ -147,8 +145,8 @@ class W4AxMmaGemm(NamedTuple):
         group_size = None if out.dtype == torch.int32 else self.group_size
         kernel = operand(self.layout, group_size, self.scale.dtype, self.eight_bit is not None)
         weight = MmaWeight(self.qweight, self.scale, eight_bit=self.eight_bit)
-        whole = group_size is not None and adds_in_order()
-        mma.run(kernel, self.x, self.sx, weight, out, self.k, bias=self.bias, whole=whole)
+        split_k = group_size is None or not adds_in_order()
+        mma.run(kernel, self.x, self.sx, weight, out, self.k, bias=self.bias, split_k=split_k)
 
 
 w4ax_mma_gemm = operator("w4ax_mma_gemm", W4AxMmaGemm)
