@@ -1856,8 +1856,8 @@ FAULTS = [
         ),
         (
             "qtool/format/checkpoint.py",
-            "(name, _any_expert(name))",
-            "(name,)",
+            "names = name, _any_expert(name)",
+            "names = (name,)",
             "tests/runtime/test_linear.py -k rotated",
         ),
         (

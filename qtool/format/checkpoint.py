@@ -80,12 +80,10 @@ class CheckpointFormat:
     def of(self, name: str) -> LinearFormat | None:
         """The format of the linear ``name`` (full module path); None if it is not quantized."""
         found = next((rule.format for rule in self.rules if re.search(rule.match, name)), None)
-        if found and self.rotated and self._is_rotated(name):
-            return replace(found, rotated=True)
+        if found and self.rotated:
+            names = name, _any_expert(name)
+            return replace(found, rotated=any(_ends_in(own, self._rotated) for own in names))
         return found
-
-    def _is_rotated(self, name: str) -> bool:
-        return any(_ends_in(own, self._rotated) for own in (name, _any_expert(name)))
 
     def is_permuted(self, name: str) -> bool:
         """Whether the linear ``name`` (full module path) stores an input permutation."""

@@ -51,12 +51,6 @@ class Variant:
     scale: torch.dtype
     out: torch.dtype
 
-    @classmethod
-    def of(cls, x: Tensor, weight: HalfWeight, out_dtype: torch.dtype) -> "Variant":
-        return cls(
-            weight.metadata is not None, weight.group, x.dtype, weight.scale.dtype, out_dtype
-        )
-
     def stage_bytes(self, tile: HalfTile) -> int:
         """Bytes of a team's ring slot: tokens, codes, positions, scales of 64 input channels."""
         codes = 1024 + 512 if self.sparse else 2048
@@ -146,7 +140,8 @@ def run(
     capability = require_listed(device)
     overlap = capability >= (9, 0)
     hopper = capability == (9, 0) if hopper is None else hopper
-    main, add = _kernels(Variant.of(x, weight, out.dtype), tile, device, hopper)
+    sparse, dtypes = weight.metadata is not None, (x.dtype, weight.scale.dtype, out.dtype)
+    main, add = _kernels(Variant(sparse, weight.group, *dtypes), tile, device, hopper)
     token_tiles = -(-m // tile.block_tokens)
     grid = tile.split * token_tiles * -(-n // tile.columns)
     workspace = None if add is None else x.new_empty((tile.split, m, n), dtype=torch.float32)
