@@ -112,7 +112,8 @@ class HalfColumn:
             kernel = w4a16.operand(group, bf16, bf16, tile.tokens, sparse=self.sparse)
             return gemm.definition(kernel, tile, bf16)
         variant = Variant(self.sparse, group, bf16, bf16, bf16)
-        return half_gemm.definition(variant, choose_mma(m, n), half.HOPPER, hopper=True)
+        small = choose_mma(m, n, half.HOPPER)
+        return half_gemm.definition(variant, small, half.HOPPER, hopper=True)
 
     def weights(self, n: int, k: int) -> list[HalfWeight]:
         inputs = 32 if self.sparse else 16

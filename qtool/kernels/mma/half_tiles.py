@@ -48,7 +48,7 @@ class HalfTile:
 
 #: Hopper's tiles for up to so many tokens, by the most tiles of 64 output channels: the weight's
 #: bytes are the bound, and blocks of 64 channels are best as long as all of them run at once
-HOPPER = {
+HOPPER_TILES = {
     8: (
         (66, HalfTile(8, 1, teams=8, split=2, blocks_per_sm=2)),
         (132, HalfTile(8, 1, teams=8, blocks_per_sm=2)),
@@ -69,11 +69,11 @@ HOPPER = {
 
 
 @cache
-def choose(m: int, n: int, capability: tuple[int, int] = (9, 0)) -> HalfTile:
+def choose(m: int, n: int, capability: tuple[int, int]) -> HalfTile:
     """The tile for ``Y [m, n]``; on Hopper wgmma multiplies more than 16 tokens."""
     if capability != (9, 0):
         return _plain(m, n)
-    tiles = HOPPER[8 if m <= 8 else 16]
+    tiles = HOPPER_TILES[8 if m <= 8 else 16]
     return next(tile for columns, tile in tiles if n // 64 <= columns)
 
 
@@ -92,4 +92,4 @@ def _plain(m: int, n: int) -> HalfTile:
 TABLE = {
     capability: tuple(dict.fromkeys(_plain(m, n) for m in (8, 16, 32, 64) for n in (4096, 8192)))
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0))
-} | {(9, 0): tuple(tile for tiles in HOPPER.values() for _, tile in tiles)}
+} | {(9, 0): tuple(tile for tiles in HOPPER_TILES.values() for _, tile in tiles)}
