@@ -163,8 +163,8 @@ FAULTS = [
         ),
         (
             "qtool/schemes/fmpq.py",
-            "torch.where(eight_bit, 127, 7)",
-            "torch.where(eight_bit, 7, 127)",
+            "bool(), 127, 7)",
+            "bool(), 7, 127)",
             "tests/schemes/test_fmpq.py",
         ),
         (
