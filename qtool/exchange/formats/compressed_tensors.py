@@ -80,19 +80,14 @@ class CompressedTensors(ExportFormat):
     """One kind of compressed-tensors checkpoint: a :class:`CompressedFormat` by scheme."""
 
     next_step = VLLM_SERVE
+    tile = (1, 8)
     uniform: ClassVar[bool] = False
     any_architecture: ClassVar[bool] = True
     splits_experts: ClassVar[bool] = True
     read_by_transformers: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        name: str,
-        about: str,
-        of_scheme: Mapping[str, CompressedFormat],
-        tile: tuple[int, int] = (1, 8),
-    ) -> None:
-        self.name, self.about, self.of_scheme, self.tile = name, about, of_scheme, tile
+    def __init__(self, name: str, about: str, of_scheme: Mapping[str, CompressedFormat]) -> None:
+        self.name, self.about, self.of_scheme = name, about, of_scheme
         self.expressible = {scheme: found.group_sizes for scheme, found in of_scheme.items()}
 
     def tile_of(self, scheme: str) -> tuple[int, int]:
@@ -205,6 +200,8 @@ class CompressedTensors(ExportFormat):
 class W4A8Fp8(CompressedTensors):
     """4-bit groups of 128 under fp8 activations, which CUTLASS loads as fp8 weights (Hopper)."""
 
+    tile = (128, 128)
+
     def weight(
         self, linear_format: LinearFormat, tensors: Mapping[str, Tensor], n: int, k: int
     ) -> Tensor:
@@ -300,7 +297,6 @@ COMPRESSED_TENSORS = (
         "compressed-tensors-w4a8-fp8",
         "symmetric 4-bit weights in groups of 128 under fp8 activations: vLLM on Hopper",
         _formats({scheme: (128,) for scheme in SYMMETRIC_4}, TOKEN_FP8),
-        tile=(128, 128),
     ),
 )
 
