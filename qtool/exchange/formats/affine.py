@@ -22,8 +22,7 @@ from torch import Tensor
 
 from qtool.format import LinearFormat
 from qtool.schemes import Params
-from qtool.schemes.lqq import LiquidQuant
-from qtool.schemes.qoq_group import ProgressiveQoQ
+from qtool.schemes.two_level import TwoLevel
 
 GroupSizes = Mapping[str, tuple[int | None, ...]]
 
@@ -63,6 +62,10 @@ class Affine:
         return groups.mul_(self.scale.float()[..., None]).flatten(1)
 
 
+#: a function from a linear's format, codes and parameters to one of the forms
+Form = Callable[[LinearFormat, Tensor, Params], Affine]
+
+
 def symmetric_4(linear_format: LinearFormat, codes: Tensor, params: Params) -> Affine:
     """The affine form of a scheme of :data:`SYMMETRIC_4`: its own codes and scale."""
     unsigned = (codes + 8).view(torch.uint8) if codes.dtype == torch.int8 else codes
@@ -83,7 +86,7 @@ def asymmetric_4(linear_format: LinearFormat, codes: Tensor, params: Params) -> 
 def int_8(linear_format: LinearFormat, codes: Tensor, params: Params) -> Affine:
     """The affine form of a scheme of :data:`INT_8`: the int8 weight that its kernel multiplies."""
     scheme = linear_format.scheme_object
-    if isinstance(scheme, LiquidQuant | ProgressiveQoQ):
+    if isinstance(scheme, TwoLevel):
         return Affine(in_model_order(scheme.level2(codes, params), params), params["s1"][:, None])
     return Affine(in_model_order(codes, params), params["scale"])
 
@@ -93,6 +96,3 @@ def in_model_order(codes: Tensor, params: Params) -> Tensor:
     if "permutation" not in params:
         return codes
     return torch.empty_like(codes).index_copy_(1, params["permutation"].long(), codes)
-
-
-Form = Callable[[LinearFormat, Tensor, Params], Affine]
