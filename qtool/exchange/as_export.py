@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from qtool.errors import QtoolError
 from qtool.exchange import export_formats
-from qtool.exchange.export import keeps_kv_scales
+from qtool.exchange.export import codes_and_params, keeps_kv_scales
 from qtool.exchange.export_format import TOKEN_INT8, ExportFormat
 from qtool.exchange.export_notes import not_loaded
 from qtool.exchange.exportable import exported_formats
@@ -138,9 +138,7 @@ def _exported(
     linear: QuantLinear, target: ExportFormat, dtype: torch.dtype, dequantize: bool
 ) -> nn.Linear:
     """A linear with the weight that a loader reads from the export of ``linear``."""
-    codes, params = linear.unpack()
-    if linear.permutation is not None:
-        params = params | {"permutation": linear.permutation}
+    codes, params = codes_and_params(linear)
     stored = target.tensors(linear.format, codes, params)
     # loaded as a parameter
     scale = stored["weight_scale"] if dequantize else stored["weight_scale"].to(dtype)

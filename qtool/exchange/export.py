@@ -40,8 +40,10 @@ from qtool.models.parts import RowsOf
 from qtool.models.torch_defaults import torch_defaults
 from qtool.plugins import require_json, require_returned
 from qtool.progress import Progress
+from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, missing_scales
 from qtool.runtime.read_linear import linear_shape, load_linear
+from qtool.schemes import Params
 from qtool.units import bytes_text
 
 
@@ -154,38 +156,44 @@ class _Export(Conversion):
                 made = self.linear_specs(*kind)
             yield from self._linear(owner, made)
         elif owner.endswith(SCALES):
-            yield from self._kv(owner, "meta")
+            yield from self._kv(owner)
         else:
             yield from self._on_disk(super().specs, owner)
 
-    @torch.no_grad()
     def tensors(self, owner: str, notes: Json) -> Tensors:
         if owner in self.formats:
-            linear = load_linear(self.source, owner, self.formats[owner], torch.device("cpu"))
-            codes, params = linear.unpack()
-            if linear.permutation is not None:
-                params = params | {"permutation": linear.permutation}
-            with checking(owner):
-                with self._running("tensors", owner):
-                    made = self.target.tensors(self.formats[owner], codes, params)
-                stored = dict(self._linear(owner, made))
-            ours, before = linear.dequantize(), [tensor._version for tensor in made.values()]
-            with self._running("weight", owner):
-                theirs = self.target.weight(self.formats[owner], made, *codes.shape)
-            require_returned(self.target, "weight", theirs, Tensor, f" for {owner}", ours.shape)
-            if before != [tensor._version for tensor in made.values()]:
-                raise QtoolError(f"{self.target.name}: weight changes the tensors that it is given")
-            norm = float(ours.norm().clamp(min=1e-30))
-            # in place of ours: theirs may be one of the tensors that are written
-            error = float(ours.sub_(theirs).norm()) / norm
-            if not math.isfinite(error):
-                raise QtoolError(f"{owner}: {self.target.name} reads NaN or Inf from its tensors")
-            notes.setdefault(ERRORS, {})[owner] = error
-            yield from stored.items()
+            yield from self._converted(owner, notes).items()
         elif owner.endswith(SCALES):
-            yield from self._kv(owner, "cpu")
+            yield from self._kv(owner)
         else:
             yield from self._on_disk(partial(super().tensors, notes=notes), owner)
+
+    @torch.no_grad()
+    def _converted(self, name: str, notes: Json) -> dict[str, Tensor]:
+        """The export's tensors of a linear; the relative error of its weight goes into ``notes``.
+
+        Raises:
+            QtoolError: the format's functions fail, or the weight is not finite.
+        """
+        linear = load_linear(self.source, name, self.formats[name], torch.device("cpu"))
+        codes, params = codes_and_params(linear)
+        with checking(name):
+            with self._running("tensors", name):
+                made = self.target.tensors(linear.format, codes, params)
+            stored = dict(self._linear(name, made))
+        ours, before = linear.dequantize(), [tensor._version for tensor in made.values()]
+        with self._running("weight", name):
+            theirs = self.target.weight(linear.format, made, *codes.shape)
+        require_returned(self.target, "weight", theirs, Tensor, f" for {name}", ours.shape)
+        if before != [tensor._version for tensor in made.values()]:
+            raise QtoolError(f"{self.target.name}: weight changes the tensors that it is given")
+        norm = float(ours.norm().clamp(min=1e-30))
+        # in place of ours: theirs may be one of the tensors that are written
+        error = float(ours.sub_(theirs).norm()) / norm
+        if not math.isfinite(error):
+            raise QtoolError(f"{name}: {self.target.name} reads NaN or Inf from its tensors")
+        notes.setdefault(ERRORS, {})[name] = error
+        return stored
 
     def _running(self, function: str, owner: str) -> AbstractContextManager[None]:
         """Name ``function`` of the format and the linear ``owner`` in what it raises while open.
@@ -227,13 +235,10 @@ class _Export(Conversion):
         for disk, part in {part.name: part for part in parts}.items():
             yield disk, _joined(part, self.pieces[disk], rows)
 
-    def _kv(self, name: str, device: str) -> Tensors:
+    def _kv(self, name: str) -> Tensors:
+        """The export's scales for the KV cache of the attention that has the scale ``name``."""
         attention = name.rpartition(".")[0]
-        names = [f"{attention}.{scale}" for scale in SCALES]
-        if device == "meta":
-            scales = [torch.empty(self.source.entry(n).shape, device=device) for n in names]
-        else:
-            scales = [self.source.read(n) for n in names]
+        scales = [self.source.read(f"{attention}.{scale}") for scale in SCALES]
         block, module = self.family.place(attention)
         assert block is not None
         own = self.family.at(self.settings, block)
@@ -289,6 +294,14 @@ class _Export(Conversion):
                 if leaf and name.endswith(f".experts.0.{leaf}"):
                     found[name.removesuffix(leaf) + theirs] = named[name]
         return found
+
+
+def codes_and_params(linear: QuantLinear) -> tuple[Tensor, Params]:
+    """The codes ``[N, K]`` and parameters of ``linear`` for :meth:`ExportFormat.tensors`."""
+    codes, params = linear.unpack()
+    if linear.permutation is not None:
+        params = params | {"permutation": linear.permutation}
+    return codes, params
 
 
 def _specs(
