@@ -9,7 +9,6 @@ from qtool.exchange import export_formats
 from qtool.exchange.export_format import (
     ExportFormat,
     Formats,
-    file_group_size,
     fused_shards_agree,
     scheme_and_group,
     size_text,
@@ -18,8 +17,6 @@ from qtool.format import CheckpointFormat, LinearFormat
 from qtool.models import Family, family_of
 from qtool.models.joined import joined_in_block
 
-#: a model to export: its format, its config.json, and the GPUs that share it
-Model = tuple[CheckpointFormat, Mapping[str, Any], int]
 #: model types whose published checkpoints hold a block's experts as one stack, and the first
 #: version of vLLM whose loaders take packed experts one by one
 SPLIT_EXPERTS = {
@@ -42,13 +39,12 @@ def exported_formats(
         QtoolError: names what ``target`` cannot express, and the formats that take the whole model.
     """
     _require_exportable(checkpoint_format, config)
-    model = checkpoint_format, config, tensor_parallel
     try:
-        formats = _formats(target, *model)
+        formats = _formats(target, checkpoint_format, config, tensor_parallel)
     except QtoolError as error:
-        if not (others := _that_take(*model)):
+        if not (others := _that_take(checkpoint_format, config, tensor_parallel)):
             raise QtoolError(f"{error}; no format of a serving stack can") from error
-        rotated = _rotated(_formats(export_formats.EXPORT_FORMATS[others[0]], *model))
+        rotated = any(map(_rotated, others.values()))
         how = ", quantized with --for-export" if rotated else ""
         raise QtoolError(f"{error}; formats that can{how}: {', '.join(others)}") from error
     _require_unrotated(formats)
@@ -62,21 +58,21 @@ def formats_that_take(checkpoint_format: CheckpointFormat, config: Mapping[str, 
         QtoolError: no format can hold such a model; the message says why.
     """
     _require_exportable(checkpoint_format, config)
-    names = _that_take(checkpoint_format, config, 1)
-    if names:
-        _require_unrotated(
-            _formats(export_formats.EXPORT_FORMATS[names[0]], checkpoint_format, config, 1)
-        )
-    return names
+    found = _that_take(checkpoint_format, config, 1)
+    for formats in found.values():
+        _require_unrotated(formats)
+    return list(found)
 
 
-def _that_take(*model: *Model) -> list[str]:
-    names = []
+def _that_take(
+    checkpoint_format: CheckpointFormat, config: Mapping[str, Any], tensor_parallel: int
+) -> dict[str, Formats]:
+    """The :func:`_formats` of the model for each export format that takes it, by its name."""
+    found: dict[str, Formats] = {}
     for name, target in export_formats.EXPORT_FORMATS.items():
         with suppress(QtoolError):
-            _formats(target, *model)
-            names.append(name)
-    return names
+            found[name] = _formats(target, checkpoint_format, config, tensor_parallel)
+    return found
 
 
 def _require_exportable(checkpoint_format: CheckpointFormat, config: Mapping[str, Any]) -> None:
@@ -147,7 +143,7 @@ def _formats(
             if parts := model.rows_on_disk.get(f"{name}.weight"):
                 raise QtoolError(
                     f"{name}: published {model.name} checkpoints hold {parts[0].name} instead; "
-                    "loaders of another format make one of the other in 16 bits alone"
+                    "loaders of another format convert only 16-bit weights between the two"
                 )
             _require_scheme(target, name, found)
             if checkpoint_format.is_permuted(name) and not target.takes_gathered(found):
@@ -225,9 +221,7 @@ def _require_uniform(target: ExportFormat, formats: Formats) -> None:
     """Refuse linears of different formats if ``target`` has one setting for all linears."""
     kinds = {kind for found in formats.values() if (kind := scheme_and_group(found))}
     if target.uniform and len(kinds) > 1:
-        listed = ", ".join(
-            f"{scheme} {file_group_size(size)}" for scheme, size in sorted(kinds, key=str)
-        )
+        listed = ", ".join(f"{scheme} {size_text(size)}" for scheme, size in sorted(kinds, key=str))
         raise QtoolError(
             f"{target.name} has one scheme and group size for the whole model, the checkpoint "
             f"mixes {listed}"

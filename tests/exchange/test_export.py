@@ -172,11 +172,12 @@ def test_shards_that_differ_in_our_layout_alone_agree(
 def test_one_group_size_for_all_or_a_format_that_mixes(
     make_model: MakeModel, tmp_path: Path
 ) -> None:
-    directory = native(make_model(), rule("w4a16", 32, match="down_proj"), rule("w4a16", 128))
+    rules = rule("w4a16", 32, match="down_proj"), rule("w4a16", "channel", match="o_proj")
+    directory = native(make_model(), *rules, rule("w4a16", 128))
     refused(
         directory,
         "gptq",
-        "one scheme and group size for the whole model, .*mixes w4a16 128, w4a16 32",
+        "one scheme and group size for the whole model, .*mixes w4a16 128, w4a16 32, w4a16 channel",
     )
     assert set(export(directory, "compressed-tensors", tmp_path / "out").errors.values()) == {0.0}
 
