@@ -50,8 +50,6 @@ from qtool.runtime.dispatch import not_served
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.schemes import Params
 
-PERMUTATION = "permutation"
-
 
 @dataclass(frozen=True)
 class Imported:
@@ -150,7 +148,7 @@ class Import(Conversion):
             yield f"{owner}.{part}", tensor
         if self.native.is_permuted(owner):
             order = torch.empty(grid.k, dtype=torch.int32, device="meta")
-            yield f"{owner}.{PERMUTATION}", order
+            yield f"{owner}.permutation", order
 
     def tensors(self, owner: str, notes: Json) -> Tensors:
         if owner not in self.formats:
@@ -168,15 +166,15 @@ class Import(Conversion):
             yield f"{owner}.{part}", tensor
         if self.native.is_permuted(owner):
             order = torch.arange(grid.k) if grid.order is None else grid.order
-            yield f"{owner}.{PERMUTATION}", order.to(torch.int32)
+            yield f"{owner}.permutation", order.to(torch.int32)
 
     def _read(self, name: str) -> tuple[Tensor, Params]:
         """The codes ``[N, K]`` of a linear, in the model's order, and its scheme's parameters."""
         grid, foreign = self.grids[name], self.foreign
         stored = {
             part: self.source.read(f"{name}.{part}")
-            for part in foreign.parts
-            if part not in foreign.optional or f"{name}.{part}" in self.source
+            for part in (foreign.weight, foreign.scales, foreign.zeros)
+            if f"{name}.{part}" in self.source
         }
         affine = foreign.read(stored, grid.n, grid.k)
         if self.formats[name].scheme == SYMMETRIC:

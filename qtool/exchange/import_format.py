@@ -39,11 +39,12 @@ class ImportFormat:
         scales: name of the tensor of scales.
         zeros: name of the tensor of zero points.
         group_index: name of the tensor with the group of each input channel; "" if there is none.
-        optional: names of the tensors above that a linear may lack.
+        always_zeros: every linear has the tensor of zero points.
         other: names of further tensors of a linear, which are not needed.
         words: function from ``(n, k)`` to the shape of the packed codes, eight in an int32 word.
         transposed: scales are ``[G, N]``, not ``[N, G]``.
-        read: function from ``(tensors, n, k)`` to codes, scales and zero points.
+        read: function from ``(tensors, n, k)`` to codes, scales and zero points; it is given the
+            first three of the tensors above.
         read_zeros: function from ``(stored, n, groups)`` to zero points ``[n, groups]``.
     """
 
@@ -56,7 +57,7 @@ class ImportFormat:
     words: Callable[[int, int], tuple[int, ...]]
     read: Callable[[Mapping[str, Tensor], int, int], Affine]
     read_zeros: Callable[[Tensor, int, int], Tensor]
-    optional: frozenset[str] = frozenset()
+    always_zeros: bool = True
     other: tuple[str, ...] = ()
 
     @property
@@ -137,7 +138,7 @@ def grid_of(source: Checkpoint, foreign: ImportFormat, name: str, shape: tuple[i
     if foreign.group_index and f"{name}.{foreign.group_index}" in source:
         order = _order(name, source.read(f"{name}.{foreign.group_index}"), k, groups)
     bad = 0
-    if f"{name}.{foreign.zeros}" in source:
+    if foreign.always_zeros or f"{name}.{foreign.zeros}" in source:
         stored = source.entry(f"{name}.{foreign.zeros}")
         if stored.dtype != torch.int32 or stored.nbytes != n * groups // 2:
             raise QtoolError(

@@ -19,7 +19,7 @@ from qtool import recipes
 from qtool.cli import cli
 from qtool.errors import CheckFailed, NoSpace, QtoolError
 from qtool.exchange.export import export
-from qtool.exchange.import_ import import_checkpoint
+from qtool.exchange.import_ import Import, import_checkpoint
 from qtool.io.output import Output
 from qtool.io.source import Checkpoint
 from qtool.pipeline.inspect import inspect
@@ -598,6 +598,13 @@ def test_damaged_tensors(
     with pytest.raises(QtoolError, match=message):
         imported(gptq, gptq.with_name("out"))
     assert not list(gptq.parent.glob("out*"))
+
+
+def test_zero_points_that_are_missing_are_refused_before_any_work(gptq: Path) -> None:
+    source = Checkpoint(gptq)
+    del source.entries[f"{QKV}.qzeros"]
+    with pytest.raises(QtoolError, match=f"tensor {QKV}.qzeros is missing"):
+        Import(source, None)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])

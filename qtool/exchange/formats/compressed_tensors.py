@@ -342,6 +342,6 @@ def import_format(config: Config) -> ImportFormat:
         words=lambda n, k: (n, k // 8),
         read=read,
         read_zeros=read_zeros,
-        optional=frozenset({"weight_zero_point", "weight_g_idx"}),
+        always_zeros=False,
         other=("weight_shape",),
     )

@@ -148,5 +148,4 @@ def import_format(config: Config) -> ImportFormat:
         words=lambda n, k: (k // 8, n),
         read=lambda tensors, n, k: read(tensors, n, k, stored),
         read_zeros=lambda zeros, n, groups: read_zeros(zeros, n, groups, stored),
-        optional=frozenset({"g_idx"}),
     )
