@@ -1,17 +1,16 @@
-"""Results of an evaluation as plain data, with conversion to JSON and back.
+"""Results of an evaluation as plain data, which JSON can hold.
 
 In data, errors are standard errors (``stderr``) with their degrees of freedom (``freedom``). In
 text, the number after ± is the half-width of the 95 % interval of Student's t.
 """
 
-import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
-from qtool.errors import QtoolError
 from qtool.strict_json import strict_json
 
 
@@ -130,27 +129,16 @@ class Results:
         return strict_json(asdict(self))
 
 
-def from_json(text: str) -> Results:
-    """The inverse of :meth:`Results.to_json`.
+def from_plain(task: Mapping[str, Any]) -> TaskResult:
+    """The result from which ``asdict`` made ``task``, where JSON may have put null for a number.
 
     Raises:
-        QtoolError: the text is not the JSON of an evaluation.
+        AttributeError: a field has another type.
+        KeyError: a field is missing.
+        TypeError: a field is unknown, or has another type.
     """
-    try:
-        tasks = json.loads(text)["tasks"]
-        return Results(
-            [
-                TaskResult(
-                    **task
-                    | {"metrics": _metrics(task["metrics"]), "details": _details(task["details"])}
-                )
-                for task in tasks
-            ]
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise QtoolError(
-            f"not the JSON of an evaluation: {type(error).__name__}: {error}"
-        ) from None
+    own = {"metrics": _metrics(task["metrics"]), "details": _details(task["details"])}
+    return TaskResult(**{**task, **own})
 
 
 def _details(found: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from qtool.errors import NoSpace, QtoolError, refuse_pipe
 from qtool.eval.compare import table
 from qtool.eval.engine import Engine, Model
 from qtool.eval.evaluate import LoadedTask
-from qtool.eval.results import Results, TaskResult, from_json
+from qtool.eval.results import Results, TaskResult, from_plain
 from qtool.io.integrity import recorded_hashes, require_intact
 from qtool.io.model_card import with_results
 from qtool.io.safetensors import write_atomic, write_json
@@ -113,13 +113,13 @@ def read(directory: Path) -> list[SavedResult]:
             SavedResult(
                 s["model"],
                 s["facts"],
-                from_json(json.dumps({"tasks": s["tasks"]})).tasks,
+                list(map(from_plain, s["tasks"])),
                 s.get("files", ""),
             )
             for s in found
         ]
-    except (OSError, ValueError, KeyError, TypeError, QtoolError) as error:
-        raise QtoolError(f"{path} is damaged ({error}): remove it and evaluate again") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise QtoolError(f"{path} is damaged ({error!r}): remove it and evaluate again") from None
 
 
 def save(directory: Path, saved: SavedResult) -> None:

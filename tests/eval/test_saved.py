@@ -183,8 +183,18 @@ def test_processes_that_save_at_once_lose_nothing(store):
     assert not list(store.glob("*.lock"))
 
 
-def test_a_damaged_file_is_named(store):
-    (store / saved.FILE).write_text('{"answers": [{}]}')
+@pytest.mark.parametrize(
+    "found",
+    [
+        "",
+        "[]",
+        '{"answers": [{}]}',
+        '{"answers": [{"model": "m", "facts": {}, "tasks": [{"task": "c4"}]}]}',
+        '{"answers": [{"model": "m", "facts": {}, "tasks": [{"metrics": [], "details": {}}]}]}',
+    ],
+)
+def test_a_damaged_file_is_named(found, store):
+    (store / saved.FILE).write_text(found)
     with pytest.raises(QtoolError, match=r"eval.json is damaged .*: remove it"):
         saved.read(store)
 
