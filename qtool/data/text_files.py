@@ -101,19 +101,17 @@ def _compression(path: Path) -> str | None:
 
 
 def _rows(path: Path) -> Iterator[Row]:
+    """The rows of the file, by its ending."""
     ending = _ending(path)
-    if ending == ".parquet":
-        return _parquet(path)
     if ending in TABLES:
         raise QtoolError(
             f"{path} is a table, expected a text, or a .jsonl or .parquet file with documents under"
             ' "text"'
         )
-    return _lines_or_whole(path, ending, _compression(path))
-
-
-def _lines_or_whole(path: Path, ending: str, compression: str | None) -> Iterator[Row]:
-    with _open(path, compression) as file:
+    if ending == ".parquet":
+        yield from _parquet(path)
+        return
+    with _open(path) as file:
         if ending == ".raw":
             yield from (line if line.strip() else "" for line in file)
         elif ending in (".jsonl", ".json"):
@@ -124,9 +122,9 @@ def _lines_or_whole(path: Path, ending: str, compression: str | None) -> Iterato
             yield file.read()
 
 
-def _open(path: Path, compression: str | None) -> TextIO:
+def _open(path: Path) -> TextIO:
     """A text stream of ``path``; newlines are "\\n", and a byte order mark is dropped."""
-    if compression is None:
+    if not (compression := _compression(path)):
         return open(path, encoding="utf-8-sig")
     import io
 
