@@ -18,14 +18,12 @@ class Engine(ABC):
     """A loaded model of a serving engine.
 
     Attributes:
-        name: the engine and its version, for results.
         vocabulary: number of token ids that the model embeds.
         context_length: tokens of the longest window that the model was made for; None if its config
             names none.
         batch_size: number of windows in a call of :meth:`nll`.
     """
 
-    name: str
     vocabulary: int
     context_length: int | None
     batch_size: int
@@ -45,7 +43,7 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def version(cls) -> str:
-        """The engine and its version.
+        """The engine and its version, for results.
 
         Raises:
             QtoolError: the engine is not installed.
@@ -70,7 +68,7 @@ Model: TypeAlias = PreTrainedModel | Engine
 
 def engine_name(model: Model) -> str:
     """The engine and version of ``model``; empty for a model in this process."""
-    return model.name if isinstance(model, Engine) else ""
+    return model.version() if isinstance(model, Engine) else ""
 
 
 def require_engine(

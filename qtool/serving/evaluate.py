@@ -65,7 +65,7 @@ class VllmModel(Engine):
     def __init__(
         self, directory: Path, *, tokens: int | None, dtype: str | None, tensor_parallel: int
     ) -> None:
-        self.name, self.directory = self.version(), directory
+        self.directory = directory
         text = AutoConfig.from_pretrained(directory).get_text_config()
         self.vocabulary = text.vocab_size
         self.context_length = context_length(text)

@@ -24,14 +24,14 @@ ROW = '{"query": "a", "choices": ["b", "cd"], "gold": 0}\n'
 class Fake(Engine):
     """The tiny model behind an engine's interface, one window after another."""
 
-    name, vocabulary, context_length, batch_size = "fake 1.0", VOCABULARY, CONTEXT, 3
+    vocabulary, context_length, batch_size = VOCABULARY, CONTEXT, 3
 
     def __init__(self, tokenizer: Any) -> None:
         self.model, self.tokenizer, self.closed = make_model(), tokenizer, False
 
     @classmethod
     def version(cls) -> str:
-        return cls.name
+        return "fake 1.0"
 
     @torch.no_grad()
     def nll(self, windows: Tensor) -> list[float]:

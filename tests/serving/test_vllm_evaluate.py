@@ -73,7 +73,7 @@ def test_windows_and_choices_are_scored_alike(asked: list[dict[str, Any]]) -> No
     mine, theirs = (found["demo"].details["window_nll"] for found in (here, there))
     assert theirs == pytest.approx(mine, abs=1e-5)
     assert there["demo_choice"].metrics == here["demo_choice"].metrics
-    assert there["demo"].engine == model.name != ""
+    assert there["demo"].engine == model.version() != ""
 
 
 def test_vllm_takes_the_options(asked: list[dict[str, Any]], tmp_path: Path) -> None:
