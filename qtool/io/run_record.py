@@ -79,7 +79,7 @@ class RunRecord:
         self.earlier = list(before["attempts"]) if before.get("job") == self.job else []
         self.attempt = Attempt(
             datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            device_name(device),
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             torch.get_num_threads() if device.type == "cpu" else 0,
         )
         if ranks.rank() == 0:
@@ -149,11 +149,6 @@ def record_path(directory: Path) -> Path:
 def peak_host_bytes() -> int:
     """The largest resident set this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def device_name(device: torch.device) -> str:
-    """The name of ``device``: ``NVIDIA H200``, or ``cpu``."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _read(path: Path) -> dict[str, Any]:
