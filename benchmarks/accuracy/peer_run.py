@@ -105,7 +105,8 @@ def stored(
         linear = packed.removesuffix(".qweight")
         parts = {
             part.removeprefix(f"{linear}."): checkpoint.read(part)
-            for part in checkpoint.under(linear)
+            for part in checkpoint.entries
+            if part.startswith(f"{linear}.")
         }
         shape = tensors[f"{linear}.weight"].shape
         tensors[f"{linear}.weight"] = foreign.read(parts, *shape).weight()

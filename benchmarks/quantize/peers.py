@@ -195,7 +195,9 @@ def counting(total: Tensor, difference: Tensor):  # type: ignore[no-untyped-def]
 def dequantized(checkpoint: Checkpoint, name: str, linear: nn.Linear) -> Tensor | None:
     """The weight ``[N, K]`` of linear ``name`` as it was quantized; None if it was not."""
     parts = {
-        part.removeprefix(f"{name}."): checkpoint.read(part) for part in checkpoint.under(name)
+        part.removeprefix(f"{name}."): checkpoint.read(part)
+        for part in checkpoint.entries
+        if part.startswith(f"{name}.")
     }
     n, k = linear.weight.shape
     if checkpoint.config["quantization_config"]["quant_method"] == "qtool":

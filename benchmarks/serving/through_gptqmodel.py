@@ -112,7 +112,8 @@ def _expected(native: Path, out: Path, name: str) -> nn.Module:
     for linear, module in quantized_linears(model).items():
         stored = {
             part.removeprefix(f"{linear}."): checkpoint.read(part)
-            for part in checkpoint.under(linear)
+            for part in checkpoint.entries
+            if part.startswith(f"{linear}.")
         }
         weights[linear] = target.weight(
             module.format, stored, module.out_features, module.in_features

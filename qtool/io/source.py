@@ -6,7 +6,7 @@ A tensor is read when it is asked for.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError, refuse_pipe
-from qtool.io.dequantize import FloatFormat, dequantized, published
+from qtool.io.dequantize import dequantized, published
+from qtool.io.dequantize.published import FloatFormat
 from qtool.io.integrity import INDEX
 from qtool.io.model_directory import (
     QUANTIZE_CONFIG,
@@ -114,10 +115,6 @@ class Checkpoint:
     def read(self, name: str, rows: slice | None = None, *, pinned: bool = False) -> Tensor:
         """Tensor ``name`` (or its ``rows``) on the CPU, in its stored dtype."""
         return read(self.entry(name), rows, pinned=pinned)
-
-    def under(self, prefix: str) -> Iterator[str]:
-        """Names of the tensors whose name begins with ``prefix.``."""
-        return (name for name in self.entries if name.startswith(prefix + "."))
 
     def fingerprint(self, recorded: Mapping[str, str] | None = None) -> str:
         """A hash of the config, of the tensors' names, shapes and places, and of the files' times.

@@ -107,5 +107,7 @@ def stored(directory: Path, linear: str) -> dict[str, torch.Tensor]:
     """The tensors of ``linear`` in an exported checkpoint, by their last name."""
     checkpoint = Checkpoint(directory)
     return {
-        name.removeprefix(f"{linear}."): checkpoint.read(name) for name in checkpoint.under(linear)
+        name.removeprefix(f"{linear}."): checkpoint.read(name)
+        for name in checkpoint.entries
+        if name.startswith(f"{linear}.")
     }

@@ -65,6 +65,3 @@ def dequantized(
         else:
             plain[name] = entry
     return plain
-
-
-__all__ = ["FORMATS", "FloatFormat", "dequantized", "published"]
