@@ -38,7 +38,7 @@ KNOWN = {
     *("rank_pattern", "use_rslora"),
 }
 #: initializations for training that leave the model's own weights unchanged
-BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+INITIALIZATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 INSTEAD = "merge it by peft's merge_and_unload, and quantize what that saves"
 #: number of weights whose sum is in memory in float64 at a time
 PIECE = 1 << 22
@@ -119,13 +119,14 @@ class Adapter:
         config, where = self.config, f"{self.directory}: {CONFIG}"
         if config.get("peft_type") != "LORA":
             raise QtoolError(f"{where}: peft_type {config.get('peft_type')!r}; LORA is expected")
-        strange = sorted(key for key, value in config.items() if value and key not in KNOWN)
-        if strange:
-            value = json.dumps(config[strange[0]])[:60]
-            raise QtoolError(f"{where}: {strange[0]} = {value} is not understood; {INSTEAD}")
-        if (begun := config.get("init_lora_weights")) not in BEGINNINGS:
+        unknown = sorted(key for key, value in config.items() if value and key not in KNOWN)
+        if unknown:
+            value = json.dumps(config[unknown[0]])[:60]
+            raise QtoolError(f"{where}: {unknown[0]} = {value} is not understood; {INSTEAD}")
+        if (initialization := config.get("init_lora_weights")) not in INITIALIZATIONS:
             raise QtoolError(
-                f"{where}: init_lora_weights = {begun!r} changes the model's own weights; {INSTEAD}"
+                f"{where}: init_lora_weights = {initialization!r} changes the model's own weights;"
+                f" {INSTEAD}"
             )
 
     def merge(
@@ -161,8 +162,8 @@ class Adapter:
             if own in changed:
                 raise QtoolError(f"{self.directory}: two pairs of A and B for {own}; {INSTEAD}")
             changed.add(own)
-            turned = embedding or own in transposed
-            entries[own] = self._merged(module, turned, pair, self._known(entries, own))
+            weight = self._known(entries, own)
+            entries[own] = self._merged(module, pair, weight, embedding or own in transposed)
 
     def _known(self, entries: Mapping[str, Entry], name: str) -> Entry:
         if name not in entries:
@@ -183,8 +184,10 @@ class Adapter:
         computed = Cast((entry,), before.dtype)
         return Entry(entry.path, before.dtype, entry.shape, entry.start, computed=computed)
 
-    def _merged(self, module: str, turned: bool, pair: Mapping[str, Entry], weight: Entry) -> Entry:
-        """The entry of ``weight``, ``[K, N]`` if ``turned``, with the two factors of ``module``."""
+    def _merged(
+        self, module: str, pair: Mapping[str, Entry], weight: Entry, transposed: bool
+    ) -> Entry:
+        """The entry of ``weight``, ``[K, N]`` if ``transposed``, with the factors of ``module``."""
         if isinstance(weight.computed, Merged):
             return weight
         if pair.keys() != {"A", "B"} or any(len(e.shape) != 2 for e in (*pair.values(), weight)):
@@ -192,13 +195,13 @@ class Adapter:
         a, b = pair["A"], pair["B"]
         scaling, rank = self._scaling(module)
         shape = (b.shape[0], a.shape[1])  # shape of B A
-        fits = (shape[::-1] if turned else shape) == weight.shape
+        fits = (shape[::-1] if transposed else shape) == weight.shape
         if not fits or (a.shape[0], b.shape[1]) != (rank, rank):
             raise QtoolError(
                 f"{self.directory}: {module} has A {list(a.shape)} and B {list(b.shape)}; of rank "
                 f"{rank} for a weight {list(weight.shape)} they are expected"
             )
-        left, right = (a.transposed(), b.transposed()) if turned else (b, a)
+        left, right = (a.transposed(), b.transposed()) if transposed else (b, a)
         computed = Merged((weight, left, right), scaling)
         return Entry(weight.path, weight.dtype, weight.shape, weight.start, computed=computed)
 

@@ -122,7 +122,7 @@ def assert_same(model: Any, directory: Path) -> None:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if ARCHITECTURES[kind].pairs and (".q_proj." in name or ".k_proj." in name):
+        if ARCHITECTURES[kind].interleaved_rope and (".q_proj." in name or ".k_proj." in name):
             tensor = in_pairs(tensor, Heads.of(model.config).dim)
         if kind.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1

@@ -26,24 +26,24 @@ class Architecture:
     Args:
         activation: the activation function of its MLP.
         fixed: settings that it does not read, and the values that it computes with.
-        pairs: its RoPE rotates neighbouring channels of queries and keys, where transformers
-            rotates channels i and i + D/2, so the rows of both are interleaved.
-        ropes: the kinds of RoPE that it computes.
-        square: its heads together are as wide as the hidden state.
-        windows: the last of every so many blocks attends to all tokens, and the others attend to a
-            window; with 0 all blocks attend to all tokens.
-        wide: the number of blocks of the model whose queries are scaled by H / heads; other models
-            scale them by the head size.
+        interleaved_rope: its RoPE rotates neighbouring channels of queries and keys, where
+            transformers rotates channels i and i + D/2, so the rows of both are interleaved.
+        rope_types: the kinds of RoPE that it computes.
+        heads_span_hidden: its heads together are as wide as the hidden state.
+        window_period: the last of every so many blocks attends to all tokens, and the others attend
+            to a sliding window; with 0 all blocks attend to all tokens.
+        blocks_of_27b: the number of blocks by which it knows the 27B model, whose scores it divides
+            by the root of H / heads; those of other models it divides by the root of the head size.
     """
 
     name: str
     activation: str = "silu"
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    pairs: bool = False
-    ropes: tuple[str, ...] = ROPE_TYPES
-    square: bool = False
-    windows: int = 0
-    wide: int = 0
+    interleaved_rope: bool = False
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    heads_span_hidden: bool = False
+    window_period: int = 0
+    blocks_of_27b: int = 0
 
 
 ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -51,33 +51,33 @@ NO_BIAS: dict[str, Any] = {"attention_bias": False}
 CAUSAL: dict[str, Any] = NO_BIAS | {"use_bidirectional_attention": False}
 UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
 GELU = "gelu_pytorch_tanh"
-LLAMA = Architecture("llama", pairs=True, ropes=(*ROPE_TYPES, "llama3"))
+LLAMA = Architecture("llama", interleaved_rope=True, rope_types=(*ROPE_TYPES, "llama3"))
 #: the last of every so many blocks of SmolLM3 has no RoPE
 NO_ROPE = 4
 #: architectures by model type; each has a place for every tensor of such a model
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), LLAMA),
-    "qwen2": Architecture("qwen2", square=True),
+    "qwen2": Architecture("qwen2", heads_span_hidden=True),
     "qwen3": Architecture("qwen3", fixed=NO_BIAS),
     "qwen2_moe": Architecture(
         "qwen2moe",
         fixed=ALL_SPARSE | UNTIED | {"norm_topk_prob": False},
-        square=True,
+        heads_span_hidden=True,
     ),
     "qwen3_moe": Architecture("qwen3moe", fixed=ALL_SPARSE | NO_BIAS | {"norm_topk_prob": True}),
     "gemma": Architecture("gemma", GELU, CAUSAL),
-    "gemma2": Architecture("gemma2", GELU, CAUSAL, windows=2, wide=46),
+    "gemma2": Architecture("gemma2", GELU, CAUSAL, window_period=2, blocks_of_27b=46),
     "gemma3_text": Architecture(
         "gemma3",
         GELU,
         CAUSAL | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
-        windows=6,
-        wide=62,
+        window_period=6,
+        blocks_of_27b=62,
     ),
-    "phi3": Architecture("phi3", square=True),
-    "olmo2": Architecture("olmo2", fixed=NO_BIAS | UNTIED, square=True),
-    "granite": Architecture("granite", pairs=True, ropes=LLAMA.ropes),
-    "smollm3": Architecture("smollm3", fixed=NO_BIAS | {"mlp_bias": False}, pairs=True),
+    "phi3": Architecture("phi3", heads_span_hidden=True),
+    "olmo2": Architecture("olmo2", fixed=NO_BIAS | UNTIED, heads_span_hidden=True),
+    "granite": Architecture("granite", interleaved_rope=True, rope_types=LLAMA.rope_types),
+    "smollm3": Architecture("smollm3", fixed=NO_BIAS | {"mlp_bias": False}, interleaved_rope=True),
     "glm4": Architecture("glm4"),
     "seed_oss": Architecture("seed_oss", fixed={"attention_out_bias": False, "mlp_bias": False}),
     "ernie4_5": Architecture("ernie4_5", fixed={"use_bias": False}),
@@ -131,7 +131,7 @@ def _require_fixed(own: Architecture, settings: Any) -> None:
         if found != value and (found or value):  # None, False and [] mean the same
             raise QtoolError(f"gguf: {key} is {found!r}; llama.cpp's {own.name} has {value!r}")
     heads = Heads.of(settings)
-    if own.square and heads.query * heads.dim != settings.hidden_size:
+    if own.heads_span_hidden and heads.query * heads.dim != settings.hidden_size:
         raise QtoolError(
             f"gguf: {heads.query} heads of {heads.dim}; llama.cpp's {own.name} has heads of "
             f"{settings.hidden_size // heads.query}"
@@ -140,7 +140,7 @@ def _require_fixed(own: Architecture, settings: Any) -> None:
 
 def _require_windows(own: Architecture, settings: Any) -> None:
     """Refuse sliding windows in other blocks than the architecture's."""
-    if not own.windows:
+    if not own.window_period:
         if window := getattr(settings, "sliding_window", None):
             raise QtoolError(
                 f"gguf: llama.cpp's {own.name} has no sliding window, this model has one of "
@@ -148,13 +148,13 @@ def _require_windows(own: Architecture, settings: Any) -> None:
             )
         return
     kinds = [
-        "sliding_attention" if (block + 1) % own.windows else "full_attention"
+        "sliding_attention" if (block + 1) % own.window_period else "full_attention"
         for block in range(settings.num_hidden_layers)
     ]
     if settings.layer_types != kinds:
         raise QtoolError(
             f"gguf: llama.cpp's {own.name} attends to all tokens in the last of every "
-            f"{own.windows} blocks, and to a window in the others; layer_types says otherwise"
+            f"{own.window_period} blocks, and to a window in the others; layer_types says otherwise"
         )
 
 
@@ -170,20 +170,20 @@ def _require_ropes(own: Architecture, settings: Any) -> None:
             raise QtoolError(
                 f"gguf: llama.cpp's {own.name} has RoPE of base {LOCAL_BASE} in windows"
             )
-    if (found := ropes["rope_type"]) not in own.ropes:
+    if (found := ropes["rope_type"]) not in own.rope_types:
         raise QtoolError(
             f"gguf: RoPE of type {found!r}; written for llama.cpp's {own.name} are "
-            f"{', '.join(own.ropes)}"
+            f"{', '.join(own.rope_types)}"
         )
 
 
 def _require_scores(own: Architecture, settings: Any) -> None:
     """Refuse another factor of the scores, or no soft caps, where the architecture has windows."""
-    if not own.windows:
+    if not own.window_period:
         return
     heads = Heads.of(settings)
-    wide = settings.num_hidden_layers == own.wide
-    scale = settings.hidden_size // heads.query if wide else heads.dim
+    is_27b = settings.num_hidden_layers == own.blocks_of_27b
+    scale = settings.hidden_size // heads.query if is_27b else heads.dim
     if settings.query_pre_attn_scalar != scale:
         raise QtoolError(
             f"gguf: query_pre_attn_scalar is {settings.query_pre_attn_scalar}; llama.cpp's "
@@ -260,7 +260,7 @@ def as_stored(name: str, tensor: Tensor, settings: Any) -> Tensor:
     if linear == "gate" or linear == "shared_expert_gate":
         return tensor.float().squeeze(0)
     tensor = tensor.float() if tensor.dim() == 1 else tensor
-    if ARCHITECTURES[settings.model_type].pairs and linear in ("q_proj", "k_proj"):
+    if ARCHITECTURES[settings.model_type].interleaved_rope and linear in ("q_proj", "k_proj"):
         heads = Heads.of(settings)
         count = heads.query if linear == "q_proj" else heads.kv
         return tensor.unflatten(0, (count, 2, heads.dim // 2)).transpose(1, 2).flatten(0, 2)

@@ -56,7 +56,7 @@ CAUTIONS = {
 }
 NFC = "tokenizer: llama.cpp does not compose characters (NFC) before it splits them"
 #: options of a BPE that llama.cpp does not have
-ODD = "dropout", "continuing_subword_prefix", "end_of_word_suffix"
+UNSUPPORTED = "dropout", "continuing_subword_prefix", "end_of_word_suffix"
 NO_TOKENIZER = (
     "tokenizer: llama.cpp has none that splits text as this model's does; give it token ids"
 )
@@ -114,7 +114,7 @@ def splitter(tokenizer: Any) -> Splitter | None:
 def _byte_level(tokenizer: Mapping[str, Any]) -> Splitter | None:
     """The settings for a byte-level BPE with one of :data:`PRE_TOKENIZERS`; None for others."""
     model, normalizer, rule = (tokenizer[key] for key in ("model", "normalizer", "pre_tokenizer"))
-    if normalizer not in (None, {"type": "NFC"}) or any(map(model.get, ODD)) or not rule:
+    if normalizer not in (None, {"type": "NFC"}) or any(map(model.get, UNSUPPORTED)) or not rule:
         return None
     found = [
         {key: value for key, value in step.items() if key != "trim_offsets"}
@@ -131,7 +131,7 @@ def _byte_level(tokenizer: Mapping[str, Any]) -> Splitter | None:
 def _sentence_piece(tokenizer: Mapping[str, Any]) -> Splitter | None:
     """The settings for a BPE of characters that falls back to bytes; None for other tokenizers."""
     model, added, prefix = tokenizer["model"], tokenizer["added_tokens"], _prefix(tokenizer)
-    if model["type"] != "BPE" or any(map(model.get, (*ODD, "ignore_merges"))):
+    if model["type"] != "BPE" or any(map(model.get, (*UNSUPPORTED, "ignore_merges"))):
         return None
     if not model["byte_fallback"] or not model["vocab"].keys() >= BYTE_PIECES or prefix is None:
         return None

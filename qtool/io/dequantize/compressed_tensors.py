@@ -15,8 +15,8 @@ from qtool.io.dequantize.block_scaled import Block, block_of, block_scaled
 from qtool.io.dequantize.published import Config, Entries, Weight
 
 FP8 = ("float-quantized", "naive-quantized")
-#: dtypes of MXFP4's scales
-POWERS = (torch.uint8, torch.float8_e8m0fnu)
+#: dtypes of MXFP4's scales, which are powers of two
+E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 
 
@@ -46,7 +46,7 @@ class CompressedTensors:
             raise QtoolError(f"{name}: its codes have no {scale}")
         if not packed:
             entry = block_scaled(weight, codes, scales, self.blocks, dtype)
-        elif scales.dtype in POWERS:
+        elif scales.dtype in E8M0:
             entry = block_scaled(weight, codes, scales, [(1, 32)], dtype)
         elif of_scale in entries:
             divisor = entries[of_scale]

@@ -19,8 +19,9 @@ from qtool.errors import QtoolError
 from qtool.io.dequantize.block_scaled import Block, block_of, block_scaled
 from qtool.io.dequantize.published import Config, Entries, Weight
 
-SCALES = ("_scale_inv", "_scale")
-BESIDE = (".scale", ".qscale_weight")
+#: endings of the names of scales, after the name of the weight and after that of its module
+WEIGHT_SCALES = ("_scale_inv", "_scale")
+MODULE_SCALES = (".scale", ".qscale_weight")
 FP4_COLUMNS = 32
 
 
@@ -38,7 +39,8 @@ class Fp8:
 
     def weight(self, name: str, entries: Entries, dtype: torch.dtype) -> Weight | None:
         codes, module = entries[name], name.rpartition(".")[0]
-        named = [name + ending for ending in SCALES] + [module + ending for ending in BESIDE]
+        named = [name + ending for ending in WEIGHT_SCALES]
+        named += [module + ending for ending in MODULE_SCALES]
         scales = next((scale for scale in named if scale in entries), None)
         if codes.dtype == torch.int8 and scales:
             blocks = [(1, FP4_COLUMNS)]
