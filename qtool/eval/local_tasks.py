@@ -112,23 +112,15 @@ def _as_published(
     name: str, path: Path, rows: list[Row], index: "TaskManager"
 ) -> "ConfigurableTask":
     """lm-eval's own task ``name`` over ``rows`` in place of its data set."""
-    from datasets import Dataset
-
     forms = " or ".join(", ".join(sorted(keys)) for keys in FORMS)
     message = f"{path} line 1 has the keys {', '.join(sorted(rows[0]))}, expected {forms}"
     if name not in index.all_subtasks:
         raise QtoolError(message)
     for number, row in enumerate(rows, 1):
         _same_keys(row, rows[0], f"{path} line {number}")
-    splits = {
-        "test_split": "test",
-        "validation_split": None,
-        "training_split": None,
-        "fewshot_split": None,
-    }
+    unused = "validation_split", "training_split", "fewshot_split"
     try:
-        data = {"test": Dataset.from_list(rows)}
-        changed = {"task": name, "custom_dataset": lambda **_: data, **splits}
+        changed = {"task": name, **_only_test(rows), **dict.fromkeys(unused)}
         # the member of a group is the known task with the changes applied
         task = index.load([{"group": "local", "task": [changed]}])["tasks"][name]
         for document in task.eval_docs:
@@ -153,20 +145,25 @@ def build(
     name: str, rows: list[Row], *, metrics: tuple[str, ...], **config: Any
 ) -> "ConfigurableTask":
     """An lm-eval task over ``rows``; ``config`` has lm-eval's own keys."""
-    from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
-    data = {"test": Dataset.from_list(rows)}
     return ConfigurableTask(
         config={
             "task": name,
-            "custom_dataset": lambda **_: data,
-            "test_split": "test",
+            **_only_test(rows),
             "metric_list": [{"metric": metric} | METRICS[metric] for metric in metrics],
             "metadata": {"version": 1.0},
             **config,
         }
     )
+
+
+def _only_test(rows: list[Row]) -> dict[str, Any]:
+    """The keys of an lm-eval task whose data set has ``rows`` and no other split."""
+    from datasets import Dataset
+
+    data = {"test": Dataset.from_list(rows)}
+    return {"custom_dataset": lambda **_: data, "test_split": "test"}
 
 
 def _read(path: Path) -> list[Row]:
