@@ -40,10 +40,29 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
         QtoolError: stacked experts have another shape than config.json says, or the adapter belongs
             to another model or changes an embedding that is also the head.
     """
+    other_names = _rename(source, model)
+    if source.adapter is None:
+        return
+    entries, family = source.entries, model.family
+    embedding, head = f"{family.embedding}.weight", f"{family.head}.weight"
+    ends = {name: entries.get(name) for name in (embedding, head)}
+    source.adapter.merge(entries, lambda name: renamed(name, other_names))
+    if model.tied and any(entries.get(name) is not entry for name, entry in ends.items()):
+        raise QtoolError(
+            f"{source.adapter.directory}: it changes {embedding} or {head}, which are one "
+            f"tensor in this model; {INSTEAD}"
+        )
+
+
+def _rename(source: Checkpoint, model: Architecture) -> dict[str, str]:
+    """:func:`adopt` without the adapter; returns the model's names by those in files.
+
+    The names of modules are among them, for packed linears, which have no weight.
+    """
     family = model.family
     own_names = {d: o for o, d in family.disk_names.items()}
     modules = {d.removesuffix(".weight"): o.removesuffix(".weight") for d, o in own_names.items()}
-    own_names = modules | own_names  # also packed linears, which have no weight
+    own_names = modules | own_names
     made = _made(source.entries, model) if family.rows_on_disk else {}
     if own_names:
         source.entries = {renamed(name, own_names): e for name, e in source.entries.items()}
@@ -70,15 +89,7 @@ def adopt(source: Checkpoint, model: Architecture) -> None:
             places = (model.full(block, of) for of in (names.attribute, names.moe))
             attribute, moe = (place.removesuffix(".") for place in places)  # maybe the block itself
             _adopt_experts(entries, attribute, moe, names)
-    if source.adapter:
-        ends = {name: entries.get(name) for name in (embedding, head)}
-        own_names |= {name: own for own, name in old.items()}
-        source.adapter.merge(entries, lambda name: renamed(name, own_names))
-        if model.tied and any(entries.get(name) is not entry for name, entry in ends.items()):
-            raise QtoolError(
-                f"{source.adapter.directory}: it changes {embedding} or {head}, which are one "
-                f"tensor in this model; {INSTEAD}"
-            )
+    return own_names | {name: own for own, name in old.items()}
 
 
 def as_on_disk(source: Checkpoint) -> Checkpoint:
