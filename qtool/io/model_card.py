@@ -44,7 +44,11 @@ this checkpoint and says so. lm-eval's own command line:
 {serve}
 {exports}
 
-{results}## How it was made
+## Results
+
+{results}
+
+## How it was made
 
 {how}
 
@@ -62,7 +66,11 @@ EXPORTED = """---
 
 {serve}
 
-{results}## How it was made
+## Results
+
+{results}
+
+## How it was made
 
 {how}
 
@@ -78,9 +86,9 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
     """
     source = provenance.get("source", {})
     base, exported = source.get("hub id"), provenance.get("exported from")
-    front = _inherited(base_card) | ({"base_model": base} if base else {})
+    front = _inherited(base_card)
     if base:
-        front["base_model_relation"] = "quantized"
+        front |= {"base_model": base, "base_model_relation": "quantized"}
     scheme = provenance.get("scheme") or provenance.get("format")
     front |= {
         "library_name": "transformers",
@@ -89,34 +97,45 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
     }
     of = base or source.get("directory") or exported or "a model"
     name = f"{of.split('/')[-1]}-{scheme}"
-    results = "None yet: `qtool eval TASKS --model DIR --save` writes them here."
+    path = shlex.quote(name)
     if exported:
-        ours = provenance.get("results")
-        results = f"Of `{exported}`, by qtool's arithmetic. {ours}" if ours else "None yet."
-    fills = {
-        "name": name,
-        "path": shlex.quote(name),
-        "front": yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
-        "base": f"\nThe card of the base model is [{BASE_CARD}]({BASE_CARD}).\n"
-        if base_card.is_file()
-        else "",
-        "results": f"## Results\n\n{with_results(''.join(RESULTS), results)}\n\n",
+        template, parts = EXPORTED, _of_export(provenance, path)
+    else:
+        template, parts = TEMPLATE, _of_native(provenance, path, f"`{of}` in {scheme}")
+    parts["results"] = with_results("".join(RESULTS), parts["results"])
+    link = f"\nThe card of the base model is [{BASE_CARD}]({BASE_CARD}).\n"
+    return template.format(
+        name=name,
+        path=path,
+        front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
+        base=link if base_card.is_file() else "",
+        **parts,
+    )
+
+
+def _of_export(provenance: Mapping[str, Any], path: str) -> dict[str, str]:
+    """The parts of the card of an export that users have as ``path``."""
+    native, format = provenance["exported from"], provenance["format"]
+    results, notes = provenance.get("results"), provenance.get("notes", ())
+    lines = exactness(weight_errors(provenance["blocks"])), *notes
+    serve = f"`{format}`: {provenance['loaders']}."
+    if step := provenance.get("next step"):
+        run = step.replace("DIR", path)
+        serve += f" Next: `{run}`, by this directory's path or, where one is taken, its hub id."
+    if notes:
+        serve += " Exceptions for this model are among the notes below."
+    return {
+        "what": f"`{native}`, quantized by qtool, in the format `{format}`.",
+        "serve": serve,
+        "results": f"Of `{native}`, by qtool's arithmetic. {results}" if results else "None yet.",
+        "how": "\n".join(f"- {line}" for line in lines),
     }
-    if exported:
-        what = f"`{exported}`, quantized by qtool, in the format `{provenance['format']}`."
-        notes = provenance.get("notes", ())
-        lines = exactness(weight_errors(provenance["blocks"])), *notes
-        how = "\n".join(f"- {line}" for line in lines)
-        serve = f"`{provenance['format']}`: {provenance['loaders']}."
-        if step := provenance.get("next step"):
-            run = step.replace("DIR", fills["path"])
-            serve += f" Next: `{run}`, by this directory's path or, where one is taken, its hub id."
-        if notes:
-            serve += " Exceptions for this model are among the notes below."
-        return EXPORTED.format(what=what, serve=serve, how=how, **fills)
+
+
+def _of_native(provenance: Mapping[str, Any], path: str, what: str) -> dict[str, str]:
+    """The parts of the card of a native checkpoint that users have as ``path``."""
     by = "imported" if "imported from" in provenance else "quantized"
-    what = f"`{of}` in {scheme}, {by} by qtool."
-    serve = f"`vllm serve {fills['path']}` where `pip install 'qtool[vllm]'` was run."
+    serve = f"`vllm serve {path}` where `pip install 'qtool[vllm]'` was run."
     if reason := provenance.get("not served"):
         serve = f"vLLM cannot serve it: {reason}."
     exports = "`qtool export -h` lists the formats that other stacks read."
@@ -126,7 +145,13 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
             f"{', '.join(f'`{name}`' for name in rotated)} are here: to export, quantize with "
             "`--for-export`."
         )
-    return TEMPLATE.format(what=what, serve=serve, exports=exports, how=_how(provenance), **fills)
+    return {
+        "what": f"{what}, {by} by qtool.",
+        "serve": serve,
+        "exports": exports,
+        "results": "None yet: `qtool eval TASKS --model DIR --save` writes them here.",
+        "how": _how(provenance),
+    }
 
 
 def weight_errors(blocks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
