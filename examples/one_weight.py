@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qtool import layouts, schemes
-from qtool.io.model_directory import resolve
+from qtool.io.model_directory import directory_of
 from qtool.io.source import Checkpoint
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write a picture to this file")
     options = parser.parse_args()
 
-    weight = Checkpoint(resolve(options.model)).read(options.weight).float()  # [N, K]
+    weight = Checkpoint(directory_of(options.model)).read(options.weight).float()  # [N, K]
     scheme, layout = schemes.get(options.scheme), layouts.get(options.layout)
 
     params = scheme.fit(weight)  # scales and zero points, [N] or [N, G]

@@ -30,7 +30,7 @@ import qtool
 from qtool.data import corpora
 from qtool.data.windows import bos_of, cut, token_ids
 from qtool.exchange.import_formats import import_format_of
-from qtool.io.model_directory import resolve
+from qtool.io.model_directory import directory_of
 from qtool.io.source import Checkpoint
 from qtool.pipeline.inspect import total
 from qtool.runtime.load import load_as_stored
@@ -51,7 +51,8 @@ def main() -> None:
     importlib.import_module(module)
     out = arguments.work / arguments.row
     shutil.rmtree(out, ignore_errors=True)
-    base = load_as_stored(resolve(arguments.model), dtype=torch.float32)  # before tools patch it
+    # before tools patch it
+    base = load_as_stored(directory_of(arguments.model), dtype=torch.float32)
     clock = time.process_time if arguments.device == "cpu" else time.monotonic
     started = clock()
     model = run(arguments, out)
@@ -99,7 +100,7 @@ def stored(
     checkpoint = Checkpoint(directory)
     if checkpoint.config["quantization_config"]["quant_method"] != "gptq":
         return load_as_stored(directory, device=arguments.device, dtype=torch.float32)
-    source, foreign = Checkpoint(resolve(arguments.model)), import_format_of(checkpoint.config)
+    source, foreign = Checkpoint(directory_of(arguments.model)), import_format_of(checkpoint.config)
     tensors = {name: source.read(name) for name in source.entries}
     for packed in [name for name in checkpoint.entries if name.endswith(".qweight")]:
         linear = packed.removesuffix(".qweight")
@@ -129,7 +130,7 @@ def zero_shot(model: PreTrainedModel, arguments: argparse.Namespace) -> dict[str
 
 def calibration(arguments: argparse.Namespace) -> list[dict[str, Tensor]]:
     """The windows that qtool draws with its seed 0, as batches of one."""
-    source = Checkpoint(resolve(arguments.model))
+    source = Checkpoint(directory_of(arguments.model))
     text = corpora.load(arguments.calib, split="train").text
     vocabulary = source.config["vocab_size"]
     tokenizer = AutoTokenizer.from_pretrained(source.directory)
@@ -240,7 +241,7 @@ def gptqmodel(arguments: argparse.Namespace, out: Path, **options: Any) -> None:
 
     config = QuantizeConfig(bits=4, group_size=128, sym=True, **options)
     model = GPTQModel.load(
-        str(resolve(arguments.model)), config, device=arguments.device, dtype=torch.float32
+        str(directory_of(arguments.model)), config, device=arguments.device, dtype=torch.float32
     )
     batches = [{name: ids[0] for name, ids in batch.items()} for batch in calibration(arguments)]
     model.quantize(batches, batch_size=1, backend=BACKEND.GPTQ_TORCH)
@@ -258,7 +259,8 @@ def autoround(
     from auto_round import AutoRound
     from auto_round.modeling.unfused_moe import apply_model_monkey_patches
 
-    apply_model_monkey_patches(str(resolve(arguments.model)))  # experts of a mixture as linears
+    # experts of a mixture as linears
+    apply_model_monkey_patches(str(directory_of(arguments.model)))
     model, tokenizer = _opened(arguments)
     batches = calibration(arguments)
     tuner = AutoRound(
@@ -329,7 +331,7 @@ def quark(
 
 def _opened(arguments: argparse.Namespace) -> tuple[PreTrainedModel, AutoTokenizer]:
     """Model and tokenizer, in float32 as in all evaluations here."""
-    directory = resolve(arguments.model)
+    directory = directory_of(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(directory)
 

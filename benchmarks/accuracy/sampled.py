@@ -21,7 +21,7 @@ from schemes import divergence, named_schemes, rise_and_error, rise_text
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from qtool.io.model_directory import resolve
+from qtool.io.model_directory import directory_of
 from qtool.io.source import Checkpoint
 from qtool.models.cache_argument import CACHE
 from qtool.pipeline.options import RecipeOverrides
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    source = resolve(arguments.model)
+    source = directory_of(arguments.model)
     base = load(source, dtype=torch.float32, device=arguments.device)
     calibration = sample(base, arguments.calibration, arguments.length, seed=0)
     windows = sample(base, arguments.windows, arguments.length, seed=1)

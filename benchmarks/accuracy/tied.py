@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from qtool import recipes
 from qtool.data.continuation import continued
-from qtool.io.model_directory import resolve
+from qtool.io.model_directory import directory_of
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.quantize import Calibration, quantize
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=WINDOWS, help="of each text")
     parser.add_argument("--length", type=int, default=TOKENS, help="tokens of a window")
     arguments = parser.parse_args()
-    source = Checkpoint(resolve(arguments.model))
+    source = Checkpoint(directory_of(arguments.model))
     start = torch.full((2 * arguments.windows, 1), source.config["bos_token_id"] or 0)
     base = load(source.directory, dtype=torch.float32)
     windows = continued(base, start, arguments.length, seed=0, batch_size=len(start))

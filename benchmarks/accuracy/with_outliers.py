@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 import qtool
 from qtool import recipes
 from qtool.bench.stored import store
-from qtool.io.model_directory import resolve
+from qtool.io.model_directory import directory_of
 from qtool.recipes import Recipe
 
 RESULTS = Path(__file__).parents[1] / "results" / "outliers.json"
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="quantizes")
     parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, metavar="FILE")
     arguments = parser.parse_args()
-    source, device = resolve(arguments.model), arguments.device
+    source, device = directory_of(arguments.model), arguments.device
     base = qtool.load(source, dtype=torch.float32)
     first = arguments.first_token
     if first is None:

@@ -40,7 +40,7 @@ def bench_quantize(
     """
     from qtool.bench import quantize, random_checkpoint
     from qtool.distributed import ranks
-    from qtool.io.model_directory import provenance, resolve
+    from qtool.io.model_directory import directory_of, provenance
     from qtool.io.run_record import record_path
     from qtool.pipeline.options import RecipeOverrides
 
@@ -59,7 +59,7 @@ def bench_quantize(
                     f"--layers {layers} is for a random checkpoint, and {model} is none"
                 )
             try:
-                source = resolve(model)
+                source = directory_of(model)
             except QtoolError as error:
                 shapes = ", ".join(random_checkpoint.SHAPES)
                 raise QtoolError(f"{error}; shapes of random checkpoints: {shapes}") from error

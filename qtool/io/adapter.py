@@ -22,7 +22,7 @@ from torch import Tensor
 from qtool.errors import QtoolError
 from qtool.io.finite import require_finite
 from qtool.io.integrity import sha256_of
-from qtool.io.model_directory import provenance, resolve
+from qtool.io.model_directory import directory_of, provenance
 from qtool.io.safetensors import Computed, Entry, read, read_header
 from qtool.io.source import read_json
 
@@ -93,7 +93,7 @@ class Adapter:
     """
 
     def __init__(self, name: str) -> None:
-        self.directory = path = resolve(name, files=[CONFIG, WEIGHTS])
+        self.directory = path = directory_of(name, files=[CONFIG, WEIGHTS])
         if not (path / CONFIG).is_file():
             raise QtoolError(f"{path}: no {CONFIG}; expected the directory of a LoRA adapter")
         if not (path / WEIGHTS).is_file() and (path / PICKLE).is_file():

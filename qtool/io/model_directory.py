@@ -36,20 +36,25 @@ OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors", "original/*"]
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
-def resolve(model: str, *, weights: bool = True, files: list[str] | None = None) -> Path:
-    """The directory of MODEL: ``demo``, a local directory, or a hub id (downloaded or cached).
+def directory_of(
+    model: str | PathLike[str], *, weights: bool = True, files: list[str] | None = None
+) -> Path:
+    """The directory of ``model``.
 
     Args:
+        model: a path, which is the directory itself; or a text: ``demo``, the name of a directory,
+            or a hub id (downloaded or cached).
         weights: download the weights too, not only config.json.
         files: download these files instead.
 
     Raises:
-        QtoolError: MODEL is neither a directory nor reachable on the hub, or its run is unfinished.
+        QtoolError: ``model`` is neither a path nor a text; or the text is neither a directory nor
+            reachable on the hub, or names an unfinished run.
     """
     if model == "demo":
         return DEMO
     path = require_path("model", model)
-    if path.is_dir():
+    if not isinstance(model, str) or path.is_dir():
         return path
     if unfinished := _unfinished(path):
         raise QtoolError(unfinished)
@@ -62,17 +67,6 @@ def resolve(model: str, *, weights: bool = True, files: list[str] | None = None)
     configs = ["config.json", RECORD, QUANTIZE_CONFIG]
     all_files = ["*.safetensors", *configs, INDEX, *SIDE_FILES]
     return _download(model, files or (all_files if weights else configs))
-
-
-def directory_of(model: str | PathLike[str], *, weights: bool = True) -> Path:
-    """The directory of ``model``: a path itself, or the result of :func:`resolve` for a text.
-
-    Raises:
-        QtoolError: ``model`` is neither a path nor a text.
-    """
-    if isinstance(model, str):
-        return resolve(model, weights=weights)
-    return require_path("model", model)
 
 
 def _download(model: str, patterns: list[str]) -> Path:

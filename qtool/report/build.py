@@ -16,7 +16,7 @@ from qtool.eval.kv_error import kv_errors
 from qtool.eval.perplexity import cut_windows
 from qtool.format import native_format
 from qtool.io.integrity import read_record, recorded_transforms
-from qtool.io.model_directory import resolve
+from qtool.io.model_directory import directory_of
 from qtool.io.run_record import read_run
 from qtool.io.safetensors import write_text
 from qtool.io.source import Checkpoint, read_config
@@ -62,7 +62,7 @@ def report(
     config = Checkpoint(directory).config
     native_format(config)
     if compare is not None:
-        baseline = resolve(compare)
+        baseline = directory_of(compare)
         require_same_sizes(config, read_config(baseline), compare)
         if baseline.samefile(directory):
             raise QtoolError(
@@ -90,7 +90,7 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
     Nothing is measured on a checkpoint that fails a check.
     """
     checkpoint, record = Checkpoint(directory), read_record(directory)
-    base = None if compare is None else resolve(compare)
+    base = None if compare is None else directory_of(compare)
     source = saved.identity(base) if base else record.get("source", {}).get("fingerprint", "")
     verified = list(verify(directory, device=device))
     passed = not any(row.problem for row in verified)

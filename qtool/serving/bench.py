@@ -21,7 +21,7 @@ import torch
 
 from qtool.errors import QtoolError, require_positive, suggest
 from qtool.format import native_format
-from qtool.io.model_directory import resolve
+from qtool.io.model_directory import directory_of
 from qtool.io.source import read_config
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.serving.preflight import cache_refused
@@ -181,7 +181,7 @@ def bench_model(
     if memory is not None:
         require_positive("bench serve: --memory", memory)
     rows = list(
-        bench_serve(resolve(model), against=against, batches=sizes, memory=memory, **options)
+        bench_serve(directory_of(model), against=against, batches=sizes, memory=memory, **options)
     )
     if not rows:
         raise QtoolError(

@@ -12,7 +12,7 @@ from qtool import recipes
 from qtool.errors import QtoolError
 from qtool.exchange.import_ import import_checkpoint
 from qtool.exchange.import_formats import import_format_of
-from qtool.io.model_directory import DEMO, resolve
+from qtool.io.model_directory import DEMO, directory_of
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from tests.conftest import MakeModel
@@ -57,7 +57,7 @@ def test_a_model_that_is_dequantized_is_not_imported(tmp_path: Path) -> None:
 def test_gguf(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    for call in (lambda: resolve(str(file)), lambda: Checkpoint(tmp_path)):
+    for call in (lambda: directory_of(str(file)), lambda: Checkpoint(tmp_path)):
         with pytest.raises(QtoolError, match=r"model\.gguf is GGUF, .*gguf_file='model\.gguf'"):
             call()
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')

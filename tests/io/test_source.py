@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from qtool.errors import QtoolError
-from qtool.io.model_directory import resolve
+from qtool.io.model_directory import directory_of
 
 WANTED = [
     "config.json",
@@ -35,7 +35,7 @@ def test_a_download_has_the_weights_once(
         return "/somewhere"
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve("owner/name", weights=weights) == Path("/somewhere")
+    assert directory_of("owner/name", weights=weights) == Path("/somewhere")
     assert taken == wanted
 
 
@@ -50,9 +50,9 @@ def test_a_path_that_would_be_a_hub_id(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(QtoolError, match=r"^models/llama is not a local directory and could"):
-        resolve("models/llama")
+        directory_of("models/llama")
     (tmp_path / "models").mkdir()
     said = r"^models/llama does not exist: models has no directory llama; as a hub id it could not"
     with pytest.raises(QtoolError, match=said):
-        resolve("models/llama")
-    assert resolve("models/other") == Path("/somewhere")
+        directory_of("models/llama")
+    assert directory_of("models/other") == Path("/somewhere")
