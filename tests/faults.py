@@ -359,8 +359,8 @@ FAULTS = [
         ),
         (
             "qtool/exchange/export_format.py",
-            "leaves_16_bit: ClassVar[bool] = False",
-            "leaves_16_bit: ClassVar[bool] = True",
+            "leaves_16_bit = False",
+            "leaves_16_bit = True",
             "tests/exchange/test_export.py -k 16_bit",
         ),
         (

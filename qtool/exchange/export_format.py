@@ -139,8 +139,8 @@ class ExportFormat(ABC):
 class Float16Format(ExportFormat):
     """A format of kernels for float16 alone: dense models of which every linear is quantized."""
 
-    leaves_16_bit: ClassVar[bool] = False
-    dtype: ClassVar[torch.dtype | None] = torch.float16
+    leaves_16_bit = False
+    dtype = torch.float16
 
     def refuses_experts(self, found: LinearFormat) -> str:
         return "its loaders know no mixture of experts"

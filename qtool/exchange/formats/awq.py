@@ -12,7 +12,7 @@ transformers (with gptqmodel).
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,14 +40,12 @@ WORDS = DigitLayout(
 
 
 class Awq(ExportFormat):
-    """``awq``."""
-
     name = "awq"
     about = "4-bit weights with zero points, 16-bit activations: vLLM, SGLang, GPTQModel"
     next_step = VLLM_SERVE
     expressible = ASYMMETRIC_4
     tile = (8, 1)
-    any_architecture: ClassVar[bool] = True
+    any_architecture = True
 
     def refuses_experts(self, found: LinearFormat) -> str:
         return "" if found.group_size else "its loaders want groups of input channels in experts"

@@ -14,7 +14,7 @@ a user always gets the arithmetic that was chosen.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,10 +81,10 @@ class CompressedTensors(ExportFormat):
 
     next_step = VLLM_SERVE
     tile = (1, 8)
-    uniform: ClassVar[bool] = False
-    any_architecture: ClassVar[bool] = True
-    splits_experts: ClassVar[bool] = True
-    read_by_transformers: ClassVar[bool] = True
+    uniform = False
+    any_architecture = True
+    splits_experts = True
+    read_by_transformers = True
 
     def __init__(self, name: str, about: str, of_scheme: Mapping[str, CompressedFormat]) -> None:
         self.name, self.about, self.of_scheme = name, about, of_scheme

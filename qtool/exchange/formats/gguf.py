@@ -9,7 +9,7 @@ multiplies with activations of 8 bits in blocks of 32, whatever activations the 
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,10 +37,10 @@ class Gguf(ExportFormat):
         "w8a8": (None,),
     }
     tile = (1, BLOCK)
-    uniform: ClassVar[bool] = False
-    tensor_parallel: ClassVar[bool] = False
-    one_file: ClassVar[bool] = True
-    any_architecture: ClassVar[bool] = True  # :meth:`require_model` refuses those it does not know
+    uniform = False
+    tensor_parallel = False
+    one_file = True
+    any_architecture = True  # :meth:`require_model` refuses those it does not know
 
     def require_model(self, config: Mapping[str, Any]) -> None:
         architectures.require(config)

@@ -15,7 +15,7 @@ gptqmodel). An imported file may have any z, and any ``g_idx`` with g channels a
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,8 +51,8 @@ class Gptq(ExportFormat):
     expressible = SYMMETRIC_4
     tile = (8, 8)
     next_step = VLLM_SERVE
-    any_architecture: ClassVar[bool] = True
-    config_copy: ClassVar[str] = "quantize_config.json"
+    any_architecture = True
+    config_copy = "quantize_config.json"
 
     def __init__(self, name: str, checkpoint_format: str, about: str) -> None:
         self.name, self.checkpoint_format, self.about = name, checkpoint_format, about

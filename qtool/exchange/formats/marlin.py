@@ -12,7 +12,7 @@ marlin-24 up to 0.14.1). Export them for the original kernels.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ from qtool.schemes import Params
 class MarlinFile(Float16Format):
     """``marlin`` or ``marlin-24``: a layout, and the names of its tensors in the file."""
 
-    config_copy: ClassVar[str] = "quantize_config.json"
+    config_copy = "quantize_config.json"
 
     def __init__(
         self,

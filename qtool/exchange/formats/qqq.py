@@ -13,7 +13,7 @@ GPTQModel, vLLM up to 0.10.1.1.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +33,6 @@ from qtool.schemes import Params
 
 
 class Qqq(Float16Format):
-    """``qqq``."""
-
     name = "qqq"
     about = (
         "w4a16 codes under int8 activations, fp16 (groups are rounded to int8 once more): QQQ, "
@@ -43,7 +41,7 @@ class Qqq(Float16Format):
     next_step = "load DIR with GPTQModel"
     expressible = dict.fromkeys(SYMMETRIC_4, (128, None))
     tile = (64, 128)
-    config_copy: ClassVar[str] = "quantize_config.json"
+    config_copy = "quantize_config.json"
 
     def require(self, name: str, found: LinearFormat, n: int, k: int) -> None:
         super().require(name, found, n, k)

@@ -17,7 +17,7 @@ benchmarks/journal/formats.md has the line of Python that converts the file. Wit
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +38,6 @@ from qtool.schemes import Params
 
 
 class QServe(Float16Format):
-    """``qserve``."""
-
     name = "qserve"
     about = "w4a8-qoq and w4a8-qoq-g128, fp16: omniserve (after one conversion to .bin), old SGLang"
     next_step = "python -m sglang.launch_server --model-path DIR  # SGLang up to 0.5.15"
@@ -48,8 +46,8 @@ class QServe(Float16Format):
         "w4a8-qoq-g128": (128,),
     }
     tile = (64, 128)
-    config_copy: ClassVar[str] = "quant_config.json"
-    tensor_parallel: ClassVar[bool] = False
+    config_copy = "quant_config.json"
+    tensor_parallel = False
 
     def tile_of(self, scheme: str) -> tuple[int, int]:
         return (128, 128) if scheme == "w4a8-qoq" else self.tile  # rows of a kernel's thread block
