@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from qtool.bench.gemm import MODELS, TOKENS, gemm_table, summed, table
+from qtool.bench.gemm import MODELS, TOKENS, gemm_rows, table
 from qtool.bench.gemm_columns import COLUMNS, DEFAULT_COLUMNS
 from qtool.bench.stored import machine, store
 from qtool.kernels.build import compile_all, toolchain
@@ -37,11 +37,11 @@ def main() -> None:
     shapes = [shape for model in models for shape in MODELS[model].values()]
     chosen = ((COLUMNS[name], m, *shape) for name in names for m in sizes for shape in shapes)
     compile_all((column.source(m, n, k) for column, m, n, k in chosen), "sm_90a")
-    results = gemm_table(models, sizes, names)
-    print(table(results))
+    rows = gemm_rows(models, sizes, names)
+    print(table(rows))
     print(f"{machine('cuda')}, NVRTC {toolchain()[2]}")
     if args.json:
-        store(args.json, {"rows": summed(results)}, device="cuda")
+        store(args.json, {"rows": rows}, device="cuda")
 
 
 if __name__ == "__main__":

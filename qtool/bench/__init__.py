@@ -91,7 +91,7 @@ def bench_gemm(
             count is no number.
     """
     _require_gpu("gemm", "9.0")
-    from qtool.bench.gemm import MODELS, gemm_table, table
+    from qtool.bench.gemm import MODELS, gemm_rows, table
     from qtool.bench.gemm_columns import COLUMNS, DEFAULT_COLUMNS
 
     for model in models:
@@ -106,7 +106,7 @@ def bench_gemm(
             f"bench gemm: --tokens {','.join(tokens)!r}: positive numbers separated by commas are"
             " expected"
         )
-    return table(gemm_table(models, counts, schemes or DEFAULT_COLUMNS))
+    return table(gemm_rows(models, counts, schemes or DEFAULT_COLUMNS))
 
 
 def bench_kv(shapes: Sequence[str] | None = None) -> str:

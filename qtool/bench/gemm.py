@@ -4,8 +4,8 @@ Every time is in microseconds, the median over graph replays; a graph holds one 
 copy, and the copies together exceed the L2 cache, as a model's layers do.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,89 +65,54 @@ def reference_calls(kind: str, m: int, n: int, k: int) -> list[Callable[[], obje
     return calls
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """One linear at one number of tokens: microseconds by column.
+def gemm_rows(
+    models: Iterable[str], tokens: Sequence[int], columns: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Measure ``columns``: sums over the layers of each of ``models`` (names in :data:`MODELS`).
 
-    ``quantize_us`` is the time of quantizing the input for the first column, in microseconds.
+    There is a row of plain data for each model and number of tokens ``m``. ``us`` and ``floor_us``
+    are microseconds by column, and ``quantize_us`` those of quantizing the first column's inputs.
     """
-
-    model: str
-    layer: str
-    m: int
-    n: int
-    k: int
-    us: dict[str, float]
-    quantize_us: float
-
-    def floor(self, column: str) -> float:
-        """Least microseconds of a column of :data:`COLUMNS`."""
-        of = COLUMNS[column]
-        return floor_us(self.m, self.n, self.k, of.bits, of.operations)
-
-
-def gemm_table(
-    models: Iterable[str], tokens: Iterable[int], columns: Sequence[str]
-) -> list[Measurement]:
-    """Measure ``columns`` on the layers of ``models`` at each number of tokens.
-
-    ``models`` are names in :data:`MODELS`.
-    """
-    results = []
+    found = []
     for model in models:
-        for layer, (n, k) in MODELS[model].items():
+        rows: list[dict[str, Any]] = [
+            {"model": model, "m": m, "us": defaultdict(float), "floor_us": defaultdict(float)}
+            | {"quantize_us": 0.0}
+            for m in tokens
+        ]
+        for n, k in MODELS[model].values():
             made: dict[str, Any] = {name: COLUMNS[name].weights(n, k) for name in columns}
-            for m in tokens:
-                us = {
-                    name: graph_us(COLUMNS[name].calls(weights, m, n, k))
-                    for name, weights in made.items()
-                }
+            for row in rows:
+                m, us, floor = row["m"], row["us"], row["floor_us"]
+                for name, weights in made.items():
+                    column = COLUMNS[name]
+                    us[name] += graph_us(column.calls(weights, m, n, k))
+                    floor[name] += floor_us(m, n, k, column.bits, column.operations)
                 for kind in REFERENCES:
-                    us[f"torch {kind}"] = graph_us(reference_calls(kind, m, n, k))
-                quantize = quantize_call(COLUMNS[columns[0]], m, k)
-                quantize_us = graph_us([quantize] * 16) if quantize else 0.0
-                results.append(Measurement(model, layer, m, n, k, us, quantize_us))
-    return results
+                    us[f"torch {kind}"] += graph_us(reference_calls(kind, m, n, k))
+                if quantize := quantize_call(COLUMNS[columns[0]], m, k):
+                    row["quantize_us"] += graph_us([quantize] * 16)
+        found += rows
+    return found
 
 
-def summed(results: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """Sums over each model's layers, a row for each number of tokens, as plain data.
-
-    ``us`` and ``floor_us`` are microseconds by column; ``quantize_us`` is the time of quantizing
-    the first column's inputs.
-    """
-    rows = []
-    for model, m in dict.fromkeys((r.model, r.m) for r in results):
-        layers = [r for r in results if (r.model, r.m) == (model, m)]
-        columns = [name for name in layers[0].us if name in COLUMNS]
-        rows.append({
-            "model": model,
-            "m": m,
-            "us": {name: sum(r.us[name] for r in layers) for name in layers[0].us},
-            "floor_us": {name: sum(r.floor(name) for r in layers) for name in columns},
-            "quantize_us": sum(r.quantize_us for r in layers),
-        })  # fmt: skip
-    return rows
-
-
-def table(results: Sequence[Measurement]) -> str:
-    """Sums over each model's layers in microseconds in Markdown, a row for each number of tokens.
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The ``rows`` of :func:`gemm_rows` in Markdown.
 
     "vs" is the ratio to the first column.
     """
-    sums = summed(results)
-    names = list(sums[0]["floor_us"])
+    names = list(rows[0]["floor_us"])
     head = ["model", "M", "floor"]
     for name in names:
         head += [name, "x floor"]
     head += [*(f"torch {kind}" for kind in REFERENCES), "vs fp8", "vs int8", "quantize x"]
-    rows = []
-    for row in sums:
+    lines = []
+    for row in rows:
         us, floors = row["us"], row["floor_us"]
         cells = [row["model"], str(row["m"]), f"{floors[names[0]]:.0f}"]
         for name in names:
             cells += [f"{us[name]:.1f}", f"{us[name] / floors[name]:.2f}"]
         cells += [f"{us[f'torch {kind}']:.1f}" for kind in REFERENCES]
         cells += [f"{us[f'torch {kind}'] / us[names[0]]:.2f}" for kind in ("fp8", "int8")]
-        rows.append([*cells, f"{row['quantize_us']:.1f}"])
-    return markdown(head, rows)
+        lines.append([*cells, f"{row['quantize_us']:.1f}"])
+    return markdown(head, lines)

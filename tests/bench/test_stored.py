@@ -5,11 +5,13 @@ import runpy
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from qtool.bench.gemm import Measurement, summed, table
+from qtool.bench import gemm
+from qtool.bench.cuda_graphs import floor_us
 from qtool.bench.stored import machine, store
 from qtool.serving.bench import Served
 
@@ -24,13 +26,24 @@ def test_what_was_found_has_its_facts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found["machine"] == machine() and found["date"].count("-") == 2
 
 
-def test_layers_are_added_up() -> None:
-    us = {"w8a8": 2.0, "torch bf16": 6.0, "torch fp8": 3.0, "torch int8": 4.0}
-    layers = [Measurement("m", name, 16, 128, k, us, 1.0) for name, k in (("a", 64), ("b", 128))]
-    (row,) = summed([*layers])
-    assert row["us"] == {name: 2 * one for name, one in us.items()} and row["quantize_us"] == 2.0
-    assert row["floor_us"] == {"w8a8": sum(layer.floor("w8a8") for layer in layers)}
-    *_, line = table(layers).splitlines()
+def test_layers_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of the column takes 2 us, torch's 6, 3 and 4 us, quantizing the input 1 us."""
+    column = SimpleNamespace(
+        bits=8, operations=1e15, weights=lambda n, k: [n * k], calls=lambda weights, m, n, k: [2.0]
+    )
+    us = {"bf16": 6.0, "fp8": 3.0, "int8": 4.0}
+    monkeypatch.setattr(gemm, "MODELS", {"m": {"a": (128, 64), "b": (128, 128)}})
+    monkeypatch.setattr(gemm, "COLUMNS", {"w8a8": column})
+    monkeypatch.setattr(gemm, "reference_calls", lambda kind, m, n, k: [us[kind]])
+    monkeypatch.setattr(gemm, "quantize_call", lambda column, m, k: 1.0)
+    monkeypatch.setattr(gemm, "graph_us", lambda calls: calls[0])
+    (few, row) = gemm.gemm_rows(["m"], [1, 16], ["w8a8"])
+    assert (few["model"], few["m"]) == ("m", 1)
+    assert row["us"] == {"w8a8": 4.0} | {f"torch {kind}": 2 * one for kind, one in us.items()}
+    assert row["quantize_us"] == 2.0
+    floors = [floor_us(16, n, k, 8, 1e15) for n, k in ((128, 64), (128, 128))]
+    assert row["floor_us"] == {"w8a8": sum(floors)}
+    *_, line = gemm.table([row]).splitlines()
     assert line.startswith("| m | 16 | 0 | 4.0 | ")
     assert line.endswith(" | 12.0 | 6.0 | 8.0 | 1.50 | 2.00 | 2.0 |")
 
