@@ -152,7 +152,8 @@ def _shares(parts: _Numbered, samples: int | None, default: int = SAMPLES) -> li
         whole, count = default if samples is None else samples, len(parts)
         if whole < count:
             raise QtoolError(
-                f"--samples {whole}: the calibration data has {count} part{'s' * (count != 1)}"
+                f"--samples {whole}: at least {count} expected, one window for each part of the"
+                " calibration data"
             )
         return [whole // count + (i < whole % count) for i in range(count)]
     if len(numbers) < len(parts):

@@ -152,8 +152,8 @@ def evaluate_checkpoints(
         if kv is not None or save or deterministic:
             other = "--save" if save else f"--kv {kv}" if kv else "--deterministic"
             raise QtoolError(
-                f"--as-export {as_export} goes without {other}: it is what transformers computes,"
-                " not the native model"
+                f"--as-export {as_export} goes without {other}: the results are transformers', not"
+                " the native model's"
             )
     if baselines is not None:
         require_same_tokens(tasks, tokenizer, baselines, options.get("data_dir"))

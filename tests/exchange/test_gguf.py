@@ -316,7 +316,7 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
     settings: list[tuple[dict[str, Any], str]] = [
         ({"model_type": "mistral", "sliding_window": 16}, "has no sliding window"),
         ({"model_type": "mistral"}, "has no sliding window"),  # transformers' own is of 4096 tokens
-        ({"rope_parameters": YARN}, "RoPE of type 'yarn'"),
+        ({"rope_parameters": YARN}, "'yarn'; for llama.cpp's llama qtool writes default, linear"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
             "does not take this config",
@@ -332,7 +332,7 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
     gemma3 = {"sliding_attention": local, "full_attention": {"rope_type": "default"} | local}
     for config, said in (
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is True"),
-        ({"model_type": "qwen3", "rope_parameters": LLAMA3}, "RoPE of type 'llama3'"),
+        ({"model_type": "qwen3", "rope_parameters": LLAMA3}, "RoPE is of type 'llama3'"),
         ({"model_type": "qwen2", "head_dim": 64}, "32 heads of 64; .* heads of 128"),
         ({"model_type": "qwen2_moe", "head_dim": 64}, "heads of 64; .* heads of 128"),
         ({"model_type": "qwen2_moe", "tie_word_embeddings": True}, "tie_word_embeddings is True"),

@@ -108,8 +108,11 @@ def edit(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
     [
         ({f"{WEIGHT}_scale_inv": None}, "q_proj.weight: its codes have no scales"),
         ({f"{WEIGHT}_scale_inv": torch.ones(3, 1)}, r"scales \[3, 1\] found; .* block of 128 x 12"),
-        ({WEIGHT: None}, "q_proj.weight_scale_inv: no weight of FP8 .* could belong to"),
-        ({WEIGHT: torch.ones(128, 128)}, "q_proj.weight_scale_inv: no weight of FP8"),
+        ({WEIGHT: None}, "q_proj.weight_scale_inv: these scales belong to no weight in FP8"),
+        (
+            {WEIGHT: torch.ones(128, 128)},
+            "q_proj.weight_scale_inv: these scales belong to no weight",
+        ),
         ({f"{WEIGHT}_scale_inv": torch.full((1, 1), torch.nan)}, "q_proj.weight: holds .* NaN"),
         ({f"{WEIGHT}_scale_inv": torch.ones(1, 1).int()}, "its scales are torch.int32"),
         ({f"{UP}_scale_inv": torch.ones(1, 2)}, r"scales \[1, 2\] found"),  # [2, 1] turned
@@ -132,7 +135,7 @@ def test_codes_and_scales_that_do_not_fit(
         ({"global_scale": torch.ones(8)}, r"a global scale torch.float32 \[8\] found; one float"),
         ({"global_scale": torch.ones(128, 1)}, r"a global scale torch.float32 \[128, 1\] found"),
         ({"scale": torch.ones(128, 8, dtype=torch.uint8)}, "a block of 1 x 32 .* expected"),
-        ({"": torch.ones(128, 128)}, "q_proj.weight is there, and so are its codes"),
+        ({"": torch.ones(128, 128)}, "both .*q_proj.weight and its codes .* are there"),
     ],
 )
 def test_codes_and_global_scales_that_do_not_fit(

@@ -15,7 +15,7 @@ from torch import Tensor
 from qtool.errors import QtoolError, in_one_line
 from qtool.models import Heads, family_of
 
-#: kinds of RoPE that all architectures compute, and the frequency base of sliding windows
+#: kinds of RoPE that qtool writes for all architectures, and the frequency base of sliding windows
 ROPE_TYPES, LOCAL_BASE = ("default", "linear"), 10000.0
 
 
@@ -28,7 +28,7 @@ class Architecture:
         fixed: settings that it does not read, and the values that it computes with.
         interleaved_rope: its RoPE rotates neighbouring channels of queries and keys, where
             transformers rotates channels i and i + D/2, so the rows of both are interleaved.
-        rope_types: the kinds of RoPE that it computes.
+        rope_types: the kinds of RoPE that qtool writes for it.
         heads_span_hidden: its heads together are as wide as the hidden state.
         window_period: the last of every so many blocks attends to all tokens, and the others attend
             to a sliding window; with 0 all blocks attend to all tokens.
@@ -172,7 +172,7 @@ def _require_ropes(own: Architecture, settings: Any) -> None:
             )
     if (found := ropes["rope_type"]) not in own.rope_types:
         raise QtoolError(
-            f"gguf: RoPE of type {found!r}; written for llama.cpp's {own.name} are "
+            f"gguf: RoPE is of type {found!r}; for llama.cpp's {own.name} qtool writes "
             f"{', '.join(own.rope_types)}"
         )
 

@@ -56,12 +56,14 @@ def dequantized(
     for name, entry in entries.items():
         if weight := weights[name]:
             if weight.name in entries and weight.name != name:
-                raise QtoolError(f"{weight.name} is there, and so are its codes, {name}")
+                raise QtoolError(
+                    f"both {weight.name} and its codes {name} are there; one is expected"
+                )
             plain[weight.name] = weight.entry
         elif name in used or name.endswith(found.unread):
             continue
         elif name.endswith(found.scales):
-            raise QtoolError(f"{name}: no weight of {found.about} that it could belong to")
+            raise QtoolError(f"{name}: these scales belong to no weight in {found.about}")
         else:
             plain[name] = entry
     return plain
