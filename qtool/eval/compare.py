@@ -76,7 +76,7 @@ def compare(results: Results, baseline: Results) -> list[Delta]:
     """
     known = {result.task: result for result in baseline.tasks}
     return [
-        _delta(result, known[result.task], metric)
+        delta(result, known[result.task], metric)
         for result in results.tasks
         if result.task in known
         for metric in result.metrics
@@ -84,7 +84,12 @@ def compare(results: Results, baseline: Results) -> list[Delta]:
     ]
 
 
-def _delta(result: TaskResult, base: TaskResult, metric: str) -> Delta:
+def delta(result: TaskResult, base: TaskResult, metric: str) -> Delta:
+    """The change of a ``metric`` that both have.
+
+    Raises:
+        QtoolError: as :func:`compare`.
+    """
     _check_same(result, base)
     new, old = result.metrics[metric], base.metrics[metric]
     is_log = result.kind == "perplexity" or metric.startswith("log_")

@@ -5,16 +5,16 @@ is empty.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from qtool.calibration.expert_tokens import NOTE
 from qtool.eval.channel_range import ChannelRange, role
-from qtool.eval.compare import Delta, compare, item_changes
+from qtool.eval.compare import Delta, delta, item_changes
 from qtool.eval.kv_error import KVError
-from qtool.eval.results import Metric, Results, TaskResult
+from qtool.eval.results import Metric, TaskResult
 from qtool.eval.saved import SavedResult
 from qtool.pipeline.summary import errors_of, noted_errors
 
@@ -173,17 +173,19 @@ def quality(saved: Sequence[SavedResult], model: str, baseline: str) -> list[Qua
         other = next((s for s in saved if s.model == baseline and s.facts == facts), None)
         bases = {task.task: task for task in other.tasks} if other else {}
         for result in own.tasks:
-            for metric in result.metrics:
-                row = Quality(result, metric, own.facts)
-                rows.append(_beside(row, bases[result.task]) if result.task in bases else row)
+            base = bases.get(result.task)
+            rows += [_quality(result, metric, own.facts, base) for metric in result.metrics]
     return rows
 
 
-def _beside(row: Quality, base: TaskResult) -> Quality:
-    result = replace(row.result, metrics={row.metric: row.value})
-    change = next(iter(compare(Results([result]), Results([base]))), None)
-    rises = item_changes(result, base, row.metric) if result.kind == "perplexity" else []
-    return replace(row, baseline=base.metrics.get(row.metric), change=change, rises=rises)
+def _quality(
+    result: TaskResult, metric: str, facts: Mapping[str, Any], base: TaskResult | None
+) -> Quality:
+    """One metric of ``result``, beside that of the baseline if this has it."""
+    if base is None or metric not in base.metrics:
+        return Quality(result, metric, facts)
+    rises = item_changes(result, base, metric) if result.kind == "perplexity" else []
+    return Quality(result, metric, facts, base.metrics[metric], delta(result, base, metric), rises)
 
 
 def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
