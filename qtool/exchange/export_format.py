@@ -161,9 +161,8 @@ def native_activations(linear_format: LinearFormat) -> str:
     kind = linear_format.scheme_object.activation
     if kind.bits == 16:
         return SIXTEEN_BIT
-    return f"int{kind.bits} per token" + (
-        f" and group of {kind.group_size}" if kind.group_size else ""
-    )
+    group = f" and group of {kind.group_size}" if kind.group_size else ""
+    return f"int{kind.bits} per token{group}"
 
 
 def one_format(formats: Formats) -> LinearFormat:
@@ -211,7 +210,7 @@ def float16_scale(scale: Tensor) -> Tensor:
     return cast
 
 
-def half(scale: Tensor) -> Tensor:
+def scale_in_16_bits(scale: Tensor) -> Tensor:
     """A scale in 16 bits: as it is if it has them, else in float16."""
     return scale if scale.dtype.itemsize == 2 else float16_scale(scale)
 
@@ -233,8 +232,6 @@ def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
 
 
 def _described(found: LinearFormat | None) -> str:
-    return (
-        "in 16 bits"
-        if found is None
-        else f"{found.scheme} with group size {size_text(found.group_size)}"
-    )
+    if found is None:
+        return "in 16 bits"
+    return f"{found.scheme} with group size {size_text(found.group_size)}"

@@ -23,9 +23,9 @@ from qtool.exchange.export_format import (
     ExportFormat,
     Formats,
     file_group_size,
-    half,
     modules_in_16_bit,
     one_format,
+    scale_in_16_bits,
 )
 from qtool.exchange.formats.affine import ASYMMETRIC_4, Affine, asymmetric_4
 from qtool.exchange.import_format import Config, ImportFormat, require_setting
@@ -58,7 +58,7 @@ class Awq(ExportFormat):
         return {
             "qweight": WORDS.pack(affine.codes)["qweight"],
             "qzeros": WORDS.pack(affine.zero.contiguous())["qweight"],
-            "scales": half(affine.scale).t().contiguous(),
+            "scales": scale_in_16_bits(affine.scale).t().contiguous(),
         }
 
     def weight(

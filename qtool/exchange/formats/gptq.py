@@ -26,9 +26,9 @@ from qtool.exchange.export_format import (
     ExportFormat,
     Formats,
     file_group_size,
-    half,
     modules_in_16_bit,
     one_format,
+    scale_in_16_bits,
 )
 from qtool.exchange.formats.affine import SYMMETRIC_4, Affine, symmetric_4
 from qtool.exchange.import_format import Config, ImportFormat, require_setting
@@ -67,7 +67,7 @@ class Gptq(ExportFormat):
         return {
             "qweight": WORDS.pack(affine.codes)["qweight"],
             "qzeros": stored.view(torch.int32),
-            "scales": half(affine.scale).t().contiguous(),
+            "scales": scale_in_16_bits(affine.scale).t().contiguous(),
             "g_idx": torch.arange(k, dtype=torch.int32, device=codes.device) // (k // groups),
         }
 

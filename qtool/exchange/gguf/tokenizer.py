@@ -86,7 +86,7 @@ def caution(directory: Path) -> str:
     tokenizer = _loaded(directory)
     if (rule := splitter(tokenizer)) is None:
         return NO_TOKENIZER
-    _, otherwise = _around(tokenizer)
+    _, otherwise = _bos_and_eos(tokenizer)
     return "; ".join(filter(None, (*rule.cautions, otherwise)))
 
 
@@ -123,7 +123,7 @@ def _byte_level(tokenizer: Mapping[str, Any]) -> Splitter | None:
     whole = bool(model.get("ignore_merges"))
     for name, known in PRE_TOKENIZERS.items():
         if known == (found, whole):
-            cautions = NFC if normalizer else "", _of_added(tokenizer["added_tokens"])
+            cautions = NFC if normalizer else "", _added_tokens_caution(tokenizer["added_tokens"])
             return Splitter("gpt2", name, cautions=cautions)
     return None
 
@@ -143,11 +143,11 @@ def _sentence_piece(tokenizer: Mapping[str, Any]) -> Splitter | None:
     pieces = model["vocab"].keys() - {t["content"] for t in added} | spaces
     if (scores := _scores(pieces, merges)) is None:
         return None
-    cautions = CAUTIONS[prefix], _of_added(added, prefix == EVERYWHERE)
+    cautions = CAUTIONS[prefix], _added_tokens_caution(added, prefix == EVERYWHERE)
     return Splitter("llama", "default", scores, prefix != NOWHERE, cautions)
 
 
-def _of_added(added: Sequence[Mapping[str, Any]], prefixed: bool = False) -> str:
+def _added_tokens_caution(added: Sequence[Mapping[str, Any]], prefixed: bool = False) -> str:
     """A caution about added tokens that match only in some places, or swallow adjacent spaces.
 
     Args:
@@ -255,11 +255,11 @@ def write_tokenizer(package: Any, writer: Any, directory: Path, size: int) -> No
         writer.add_token_scores([scores.get(words.get(n, ""), 0.0) for n in range(size)])
         writer.add_add_space_prefix(rule.prefix)
     special = package.SpecialVocab(directory, load_merges=rule.scores is None, n_vocab=size)
-    special.add_special_token, _ = _around(tokenizer)  # the default is what most tokenizers do
+    special.add_special_token, _ = _bos_and_eos(tokenizer)  # the default is what most tokenizers do
     special.add_to_gguf(writer)
 
 
-def _around(tokenizer: Any) -> tuple[dict[str, bool], str]:
+def _bos_and_eos(tokenizer: Any) -> tuple[dict[str, bool], str]:
     """Whether BOS and EOS are put around a text, and a caution if other tokens are."""
     ids = tokenizer("a")["input_ids"]
     put = {
