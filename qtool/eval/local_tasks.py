@@ -63,12 +63,9 @@ METRICS = {
 
 def local_tasks(data_dir: str | Path | None) -> dict[str, Path]:
     """Name and file of each task in ``DATA_DIR/tasks`` (``data_dir``, else ``QTOOL_DATA_DIR``)."""
-    directory = corpora.data_directory(data_dir)
-    return (
-        {path.stem: path for path in sorted((directory / "tasks").glob("*.jsonl"))}
-        if directory
-        else {}
-    )
+    if (directory := corpora.data_directory(data_dir)) is None:
+        return {}
+    return {path.stem: path for path in sorted((directory / "tasks").glob("*.jsonl"))}
 
 
 def require_no_task(path: Path) -> None:

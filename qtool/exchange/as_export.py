@@ -157,14 +157,10 @@ class _Fp8Cache:
 
     def update(self, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> Any:
         """All keys and values so far, with the new ones ``[B, H, T, D]`` rounded."""
-        keys, values = (
-            _e4m3(x, scale) for x, scale in zip((keys, values), self.scales, strict=True)
-        )
-        return (
-            (keys, values)
-            if self.cache is None
-            else self.cache.update(keys, values, *more, **named)
-        )
+        rounded = map(_e4m3, (keys, values), self.scales)
+        if self.cache is None:
+            return tuple(rounded)
+        return self.cache.update(*rounded, *more, **named)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)

@@ -127,11 +127,9 @@ class Entry:
             part = self.parts[place]
             some = [row - ends[place] + part.shape[0] for row in run]
             found.append(part if some == [*range(part.shape[0])] else part.rows(some))
-        return (
-            found[0]
-            if len(found) == 1
-            else replace(self, shape=(len(order), *self.shape[1:]), parts=tuple(found))
-        )
+        if len(found) == 1:
+            return found[0]
+        return replace(self, shape=(len(order), *self.shape[1:]), parts=tuple(found))
 
     def transposed(self) -> "Entry":
         """The transpose of a matrix."""
