@@ -38,9 +38,9 @@ def bench_quantize(
         QtoolError: ``model`` is neither a model nor a shape, ``layers`` are asked of a model,
             ``device_memory`` is no memory, or a launcher started several processes.
     """
-    from qtool.bench import quantize, random_checkpoint
+    from qtool.bench import quantize
     from qtool.distributed import ranks
-    from qtool.io.model_directory import directory_of, provenance
+    from qtool.io.model_directory import provenance
     from qtool.io.run_record import record_path
     from qtool.pipeline.options import RecipeOverrides
 
@@ -49,20 +49,7 @@ def bench_quantize(
     with ranks.process_group(device) as own:
         if ranks.size() > 1:
             raise QtoolError("a run is measured in one process: start no others")
-        if model in random_checkpoint.SHAPES:
-            config = random_checkpoint.config_of(model, layers)
-            source = work / f"{model}-{config['num_hidden_layers']}"
-            random_checkpoint.make(config, source)
-        else:
-            if layers is not None:
-                raise QtoolError(
-                    f"--layers {layers} is for a random checkpoint, and {model} is none"
-                )
-            try:
-                source = directory_of(model)
-            except QtoolError as error:
-                shapes = ", ".join(random_checkpoint.SHAPES)
-                raise QtoolError(f"{error}; shapes of random checkpoints: {shapes}") from error
+        source = _source(model, layers, work)
         chosen = RecipeOverrides().recipe(scheme, recipe)
         name = provenance(source)["directory"]
         out = work / f"{name}-{scheme or Path(chosen.scheme).name}"
@@ -74,6 +61,23 @@ def bench_quantize(
             shutil.rmtree(out)
             record_path(out).unlink()
     return measured
+
+
+def _source(model: str, layers: int | None, work: Path) -> Path:
+    """The directory of ``model``, or of a random checkpoint in ``work`` if it names a shape."""
+    from qtool.bench import random_checkpoint
+    from qtool.io.model_directory import directory_of
+
+    if model in random_checkpoint.SHAPES:
+        config = random_checkpoint.config_of(model, layers)
+        return random_checkpoint.make(config, work / f"{model}-{config['num_hidden_layers']}")
+    if layers is not None:
+        raise QtoolError(f"--layers {layers} is for a random checkpoint, and {model} is none")
+    try:
+        return directory_of(model)
+    except QtoolError as error:
+        shapes = ", ".join(random_checkpoint.SHAPES)
+        raise QtoolError(f"{error}; shapes of random checkpoints: {shapes}") from error
 
 
 def bench_gemm(
