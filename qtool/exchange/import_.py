@@ -223,7 +223,8 @@ def _linears(
 ) -> dict[str, tuple[int, int]]:
     """The quantized linears and their ``(N, K)``."""
     linears = {}
-    quantized = set(filter(None, map(foreign.linear_of, source.entries)))
+    ending = f".{foreign.weight}"
+    quantized = {name.removesuffix(ending) for name in source.entries if name.endswith(ending)}
     for block in range(model.blocks):
         known = set(model.block_family(block).linears())
         for tensor, shape in model.block_shapes(block).items():

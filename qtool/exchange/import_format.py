@@ -66,11 +66,6 @@ class ImportFormat:
         named = (self.weight, self.scales, self.zeros, self.group_index, *self.other)
         return tuple(name for name in named if name)
 
-    def linear_of(self, tensor: str) -> str | None:
-        """The linear whose codes ``tensor`` holds; None if it holds none."""
-        module, _, part = tensor.rpartition(".")
-        return module if part == self.weight and module else None
-
 
 @dataclass(frozen=True)
 class Grid:
