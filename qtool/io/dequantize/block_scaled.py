@@ -103,17 +103,7 @@ def block_scaled(
     *stack, n, k = codes.shape
     if codes.dtype.itemsize == 1 and codes.dtype != torch.float8_e4m3fn:
         k *= 2
-    for bn, bk in (*blocks, (1, k), (n, k)):
-        grid = (*stack, -(-n // bn), -(-k // bk))
-        fewer = len(scales.shape) < len(grid)
-        if scales.shape == grid or (fewer and _without_ones(grid) == _without_ones(scales.shape)):
-            break
-    else:
-        known = "".join(f" or a block of {bn} x {bk}" for bn, bk in blocks)
-        raise QtoolError(
-            f"{name}: scales {list(scales.shape)} found; one a matrix, one a row{known} of "
-            f"[{n}, {k}] are expected"
-        )
+    block, grid = _block_and_grid(name, scales.shape, (*stack, n, k), blocks)
     powers = scales.dtype == torch.uint8 and divisor is None
     if not (scales.dtype.is_floating_point or powers):
         raise QtoolError(f"{name}: its scales are {scales.dtype}; floats are expected")
@@ -125,9 +115,29 @@ def block_scaled(
                 "matrix is expected"
             )
         operands += (replace(divisor, shape=(*stack, 1)),)
-    computed = BlockScaled(operands, (n, k), (bn, bk), dtype, transposed)
+    computed = BlockScaled(operands, (n, k), block, dtype, transposed)
     shape = (*stack, k, n) if transposed else (*stack, n, k)
     return Entry(codes.path, dtype, shape, codes.start, computed=computed)
+
+
+def _block_and_grid(
+    name: str, scales: tuple[int, ...], shape: tuple[int, ...], blocks: Sequence[Block]
+) -> tuple[Block, tuple[int, ...]]:
+    """The block of a weight of ``shape`` that has scales of shape ``scales``, and their full shape.
+
+    Scales may be stored without dimensions of size 1.
+    """
+    *stack, n, k = shape
+    for bn, bk in (*blocks, (1, k), (n, k)):
+        grid = (*stack, -(-n // bn), -(-k // bk))
+        fewer = len(scales) < len(grid)
+        if scales == grid or (fewer and _without_ones(grid) == _without_ones(scales)):
+            return (bn, bk), grid
+    known = "".join(f" or a block of {bn} x {bk}" for bn, bk in blocks)
+    raise QtoolError(
+        f"{name}: scales {list(scales)} found; one a matrix, one a row{known} of [{n}, {k}] are "
+        "expected"
+    )
 
 
 def block_of(sizes: Any, setting: str) -> Block:
