@@ -624,7 +624,7 @@ def test_calibration_text(refused, make_model: MakeModel, tmp_path: Path) -> Non
     small = make_model(vocab_size=300, name="small")
     for file in DEMO.glob("tokenizer*"):
         shutil.copy(file, small)
-    refused("the model's vocabulary ends at 299", small, *options)
+    refused("the model embeds 300 ids (0 to 299)", small, *options)
     for file in model.glob("tokenizer*"):
         file.unlink()
     refused("tokenizer", model, *options)

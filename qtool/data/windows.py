@@ -45,12 +45,22 @@ def token_ids(
         for number, part in enumerate(_parts(text))
     )
     ids = torch.cat([part["input_ids"][0] for part in parts])
-    if len(ids) and int(ids.max()) >= vocabulary:
-        raise QtoolError(
-            f"the tokenizer gives id {int(ids.max())}, the model's vocabulary ends at "
-            f"{vocabulary - 1}"
-        )
+    if len(ids):
+        require_embedded(int(ids.max()), vocabulary)
     return ids
+
+
+def require_embedded(token_id: int, vocabulary: int) -> None:
+    """Refuse an id beyond the ``vocabulary`` that a model embeds.
+
+    Raises:
+        QtoolError: names the id and the size of the vocabulary.
+    """
+    if token_id >= vocabulary:
+        raise QtoolError(
+            f"the tokenizer gives token id {token_id} but the model embeds {vocabulary} ids "
+            f"(0 to {vocabulary - 1}): is it another model's tokenizer?"
+        )
 
 
 def bos_of(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> int | None:

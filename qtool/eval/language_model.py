@@ -18,9 +18,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 from transformers import PreTrainedTokenizerBase
 
+from qtool.data.windows import require_embedded
 from qtool.errors import QtoolError
 from qtool.eval.engine import Engine, Model
-from qtool.eval.perplexity import require_embedded
 from qtool.models.architecture import context_length
 from qtool.models.auto import running, text_model
 

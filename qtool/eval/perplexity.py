@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qtool import progress
 from qtool.data.defaults import EVALUATION_SEQLEN
+from qtool.data.windows import require_embedded
 from qtool.errors import QtoolError
 from qtool.eval.deterministic import arithmetic
 from qtool.eval.engine import Engine, Model
@@ -155,19 +156,6 @@ def _tokenize(text: str, vocabulary: int, tokenizer: PreTrainedTokenizerBase) ->
         raise QtoolError(f"a perplexity needs at least 2 tokens, and the text has {len(ids)}")
     require_embedded(int(ids.max()), vocabulary)
     return ids
-
-
-def require_embedded(token_id: int, vocabulary: int) -> None:
-    """Refuse an id beyond the ``vocabulary`` that a model embeds.
-
-    Raises:
-        QtoolError: names the id and the size of the vocabulary.
-    """
-    if token_id >= vocabulary:
-        raise QtoolError(
-            f"the tokenizer gives token id {token_id} but the model embeds {vocabulary} ids "
-            f"(0 to {vocabulary - 1}): is it another model's tokenizer?"
-        )
 
 
 def _window_sums(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
