@@ -8,7 +8,6 @@ in runs (:func:`~qtool.eval.results.batch_means`). Otherwise, or if the metric i
 items, the errors of both are combined, sqrt(a^2 + b^2), and the change is marked as unpaired.
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass
 
@@ -173,8 +172,8 @@ def as_json(results: Results, baseline: Results | None = None) -> str:
 
     Every ``stderr`` is one standard error, of ``freedom`` degrees.
     """
-    found = json.loads(results.to_json())
+    found = asdict(results)
     if baseline:
-        found["baseline"] = json.loads(baseline.to_json())["tasks"]
+        found["baseline"] = asdict(baseline)["tasks"]
         found["changes"] = [asdict(delta) for delta in compare(results, baseline)]
     return strict_json(found)
