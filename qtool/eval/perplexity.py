@@ -59,22 +59,18 @@ class Perplexity:
         return len(self.window_nll)
 
     @property
-    def log_perplexity(self) -> float:
-        return self.nll / self.tokens
-
-    @property
     def perplexity(self) -> float:
-        return math.exp(self.log_perplexity) if self.log_perplexity < 700 else math.inf
-
-    @property
-    def log_stderr(self) -> float | None:
-        """Standard error of :attr:`log_perplexity` over runs of windows, nats; None for one."""
-        return standard_error(batch_means(self.window_nll))
+        mean = self.nll / self.tokens
+        return math.exp(mean) if mean < 700 else math.inf
 
     @property
     def stderr(self) -> float | None:
-        """Standard error of :attr:`perplexity`, to first order; None for a single window."""
-        return None if self.log_stderr is None else self.perplexity * self.log_stderr
+        """Standard error of :attr:`perplexity`, to first order; None for a single window.
+
+        It is the perplexity times the error of its logarithm, which is a mean over runs of windows.
+        """
+        of_log = standard_error(batch_means(self.window_nll))
+        return None if of_log is None else self.perplexity * of_log
 
 
 def perplexity(

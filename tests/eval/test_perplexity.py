@@ -43,7 +43,8 @@ def test_equals_a_plain_loop(model, tokenizer):
     assert result.perplexity == pytest.approx(expected, rel=1e-6)
     assert result.window_nll == pytest.approx(losses, rel=1e-5)
     runs = torch.stack([run.mean() for run in torch.tensor(losses).split([4, 4, 3])])
-    assert result.log_stderr == pytest.approx(runs.std().item() / math.sqrt(3), rel=1e-4)
+    of_log = runs.std().item() / math.sqrt(3)
+    assert result.stderr == pytest.approx(result.perplexity * of_log, rel=1e-4)
     assert (result.windows, result.tokens, result.seqlen) == (11, 11 * 19, 20)
 
 
