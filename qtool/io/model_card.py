@@ -115,17 +115,17 @@ def model_card(provenance: Mapping[str, Any], base_card: Path) -> str:
 
 def _of_export(provenance: Mapping[str, Any], path: str) -> dict[str, str]:
     """The parts of the card of an export that users have as ``path``."""
-    native, format = provenance["exported from"], provenance["format"]
+    native, target = provenance["exported from"], provenance["format"]
     results, notes = provenance.get("results"), provenance.get("notes", ())
     lines = exactness(weight_errors(provenance["blocks"])), *notes
-    serve = f"`{format}`: {provenance['loaders']}."
+    serve = f"`{target}`: {provenance['loaders']}."
     if step := provenance.get("next step"):
         run = step.replace("DIR", path)
         serve += f" Next: `{run}`, by this directory's path or, where one is taken, its hub id."
     if notes:
         serve += " Exceptions for this model are among the notes below."
     return {
-        "what": f"`{native}`, quantized by qtool, in the format `{format}`.",
+        "what": f"`{native}`, quantized by qtool, in the format `{target}`.",
         "serve": serve,
         "results": f"Of `{native}`, by qtool's arithmetic. {results}" if results else "None yet.",
         "how": "\n".join(f"- {line}" for line in lines),
