@@ -93,7 +93,7 @@ def require_path(name: str, value: object) -> Path:
         QtoolError: it is neither, or names no file; naming it.
     """
     if not isinstance(value, str | PathLike):
-        raise QtoolError(f"{name} {value!r}: a string or a path is expected")
+        raise QtoolError(f"{name} {in_one_line(repr(value))}: a string or a path is expected")
     if not str(value) or "\0" in str(value):
         raise QtoolError(f"{name} {str(value)!r}: it names no file")
     return expand_home(value)
@@ -137,7 +137,7 @@ def require_text(name: str, value: object) -> str:
         QtoolError: it is none; naming it.
     """
     if not isinstance(value, str):
-        raise QtoolError(f"{name} {value!r}: a text is expected")
+        raise QtoolError(f"{name} {in_one_line(repr(value))}: a text is expected")
     return value
 
 
@@ -151,11 +151,15 @@ def require_names(name: str, value: object) -> list[str]:
     """
     names = [value] if isinstance(value, str | PathLike) else value
     if not isinstance(names, Iterable) or isinstance(names, Mapping):
-        raise QtoolError(f"{name} {value!r}: a name or a list of names is expected")
+        raise QtoolError(
+            f"{name} {in_one_line(repr(value))}: a name or a list of names is expected"
+        )
     found: list[str] = []
     for one in names:
         if not isinstance(one, str | PathLike):
-            raise QtoolError(f"{name} {one!r}: a name or a list of names is expected")
+            raise QtoolError(
+                f"{name} {in_one_line(repr(one))}: a name or a list of names is expected"
+            )
         is_file = isinstance(one, PathLike) or os.path.exists(expand_home(one))
         parts = [str(one)] if is_file else str(one).split(",")
         found += [part.strip() for part in parts if part.strip()]
@@ -171,7 +175,7 @@ def described(found: object) -> str:
     return type(found).__name__
 
 
-def in_one_line(error: BaseException) -> str:
-    """The first paragraph of the message of ``error``, cut with dots after 300 characters."""
-    text = " ".join(str(error).strip().split("\n\n")[0].split()) or type(error).__name__
+def in_one_line(said: object) -> str:
+    """The first paragraph of the text or error ``said``, cut with dots after 300 characters."""
+    text = " ".join(str(said).strip().split("\n\n")[0].split()) or type(said).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."

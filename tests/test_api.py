@@ -82,6 +82,23 @@ def test_what_is_no_path_is_named(call: Callable[[Any], object], wrong: object) 
         call(wrong)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        qtool.verify,
+        lambda model: qtool.evaluate(model, ["demo"]),
+        lambda model: qtool.evaluate([model], "demo"),
+        lambda model: qtool.quantize("demo", model, out="out"),
+        lambda model: qtool.quantize(model.state_dict(), "w4a16"),
+        lambda model: qtool.evaluate("demo", model, tokenizer=model),
+    ],
+)
+def test_a_model_in_a_wrong_place_is_shown_in_one_line(call: Callable[[Any], object]) -> None:
+    with pytest.raises(QtoolError, match=r"^.{300,400} is expected") as caught:
+        call(qtool.load("demo"))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["out", "recipe"])
 def test_a_number_is_no_path(name: str) -> None:
     options: dict[str, Any] = {name: 3}

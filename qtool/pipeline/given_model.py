@@ -4,7 +4,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from qtool.errors import QtoolError, expand_home
+from qtool.errors import QtoolError, expand_home, in_one_line
 from qtool.format import native_format
 from qtool.io.model_directory import directory_of
 from qtool.io.source import read_config
@@ -67,7 +67,8 @@ def require_model(model: object) -> None:
 
     if not isinstance(model, PreTrainedModel):
         raise QtoolError(
-            f"model {model!r}: a directory, a hub id, demo or a transformers model is expected"
+            f"model {in_one_line(repr(model))}: a directory, a hub id, demo or a transformers model"
+            " is expected"
         )
 
 
@@ -81,6 +82,6 @@ def require_tokenizer(tokenizer: object) -> None:
 
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise QtoolError(
-            f"tokenizer {tokenizer!r}: a transformers tokenizer is expected, as"
+            f"tokenizer {in_one_line(repr(tokenizer))}: a transformers tokenizer is expected, as"
             " qtool.load_tokenizer gives it"
         )
