@@ -141,7 +141,7 @@ def test_offline_is_one_sentence(tmp_path, monkeypatch, name):
         ("a.jsonl", '{"id": 1, "text": 5}\n', 'line 1 has "text" of type int, expected'),
         ("a.jsonl", '{"text": null}\n', 'line 1 has "text" of type NoneType, expected'),
         ("a.jsonl", '{"messages": "hi"}\n', 'line 1 has "messages" of type str, expected'),
-        ("a.jsonl", '{"text": "a"\n', "line 1 is not JSON"),
+        ("a.jsonl", '{"text": "a"\n', "line 1 is not JSON: Expecting ',' delimiter at column 14"),
         ("a.jsonl", '{"text": "a\n', "line 1 is not JSON: Invalid control character at column"),
         ("a.jsonl", '{"text": "a", "id": ' + "1" * 5000 + "}", "line 1 cannot be read: .*digits"),
         ("a.jsonl", "[" * 100_000, "line 1 cannot be read: maximum recursion depth"),
