@@ -641,8 +641,9 @@ def test_an_output_with_a_name_too_long_for_the_files_beside_it(
 ) -> None:
     source, place = Checkpoint(make_model()), tmp_path / "out"
     quantize(source, recipes.load("w4a16"), place / ("é" * 117))
-    with pytest.raises(QtoolError, match=r"its name has 235 bytes; at most 234 leave room"):
-        quantize(source, recipes.load("w4a16"), place / ("o" * 235))
+    for length in (235, 250, 300):
+        with pytest.raises(QtoolError, match=f"has {length} bytes; at most 234 leave room"):
+            quantize(source, recipes.load("w4a16"), place / ("o" * length))
     assert len(list(place.iterdir())) == 2
 
 

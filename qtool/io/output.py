@@ -123,7 +123,7 @@ class Output:
         self.lock: IO[str] | None = None
         self.made: list[Path] = []  # directories above OUT, the innermost first
         self.finished = resume and read_record(directory).get("job") == self.identity
-        self.continued = self.partial.exists()
+        self.continued = os.path.exists(self.partial)  # False for a name too long
         if ranks.rank() == 0:
             if self.finished:
                 # killed after the directory took its name
