@@ -161,7 +161,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         end = stop
     if end != size:
         raise QtoolError(
-            f"{path.name}: {size} bytes found, {end} expected by its header; is the file truncated?"
+            f"{path.name}: {size} bytes found, {end} expected by its header; the file is damaged"
         )
     return entries
 

@@ -154,7 +154,7 @@ def parse(data: Mapping[str, Any], where: str, variant: str | None = None) -> Re
     if not isinstance(transforms, list):
         raise QtoolError(f"{where}: transforms must be a list of steps, found {transforms!r}")
     return Recipe(
-        scheme=_text(data, "scheme", where) or where.removesuffix(".yaml").removesuffix(".yml"),
+        scheme=_name(data, where) or where.removesuffix(".yaml").removesuffix(".yml"),
         about=_text(data, "about", where) or "",
         layers=tuple(_layer(rule, where) for rule in layers),
         transforms=tuple(_step(step, where) for step in transforms),
@@ -286,6 +286,14 @@ def _text(data: Mapping[str, Any], key: str, where: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
     raise QtoolError(f"{where}: {key} must be a text, found {value!r}")
+
+
+def _name(data: Mapping[str, Any], where: str) -> str | None:
+    """The recipe's name, of which the default name of a result is made; None if it has none."""
+    name = _text(data, "scheme", where)
+    if name is not None and not (name.strip(" .") and name.isprintable()):
+        raise QtoolError(f"{where}: scheme {name!r}: a name of printable characters is expected")
+    return name
 
 
 def _step(step: Any, where: str) -> Step:

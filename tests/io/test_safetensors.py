@@ -152,7 +152,7 @@ def byte(start: int, stop: int) -> str:
             "does not fit",
         ),
         (header('{"w":{"dtype":"Q4","shape":[1],"data_offsets":[0,1]}}', b"\0"), "dtype Q4"),
-        (header('{"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b"\0"), "truncated?"),
+        (header('{"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b"\0"), "is damaged"),
         (header('{"w":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', b"\0\0"), "gap"),
         (header(f'{{"a":{byte(0, 2)},"b":{byte(1, 2)}}}', b"\0\0"), "overlap"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "`git lfs pull` gets it"),

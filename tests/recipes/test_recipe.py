@@ -179,6 +179,12 @@ def test_linears_that_no_rule_matches_are_named() -> None:
     assert "bits: model.layers.5.mlp.down_proj matches no layer rule of mine" in said
 
 
+@pytest.mark.parametrize("name", ["", " ", "..", "a\nb"])
+def test_a_name_that_no_directory_should_have_is_refused(name: str) -> None:
+    with pytest.raises(QtoolError, match=r"mine: scheme .*: a name of printable characters"):
+        recipes.parse({"scheme": name, "layers": RULES}, "mine")
+
+
 def test_a_recipe_that_quantizes_nothing_is_refused() -> None:
     nothing = {"layers": [{"match": ".*", "scheme": None}]}
     with pytest.raises(QtoolError, match="nothing would be quantized"):

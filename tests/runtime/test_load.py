@@ -175,7 +175,7 @@ def test_a_truncated_file_is_named(copy: Path) -> None:
     with pytest.raises(CheckFailed, match=rf"{shard(copy).name}: the file's sha256 is not"):
         load(copy)
     (copy / "qtool.json").unlink()  # as of any other model: no hashes
-    with pytest.raises(QtoolError, match=rf"{shard(copy).name}: .* is the file truncated"):
+    with pytest.raises(QtoolError, match=rf"{shard(copy).name}: .* the file is damaged"):
         load(copy)
 
 
