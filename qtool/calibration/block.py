@@ -246,8 +246,8 @@ class Block:
                 weights = scheme.dequantize(*stacked(scheme, [rounded[name] for name in names]))
                 weights = weights.to(linears[0].weight.dtype).unflatten(0, (-1, n))
                 for name, linear, weight in zip(names, linears, weights, strict=True):
-                    order, params = self.permutations.get(name), rounded[name].params
+                    order, own_scheme = self.permutations.get(name), self.schemes[name]
                     own = SimulatedLinear(
-                        linear, self.schemes[name], params, weight, order, name in self.rotated
+                        linear, own_scheme, rounded[name], weight, order, name in self.rotated
                     )
                     self.module.set_submodule(name, own)

@@ -10,13 +10,14 @@ from transformers import LlamaConfig
 from qtool.calibration.batch import HIDDEN, Batch, BlockArguments, axes_of, first_inputs
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import inputs_of, observe, propagate, run
-from qtool.calibration.rounding.rounded import Rounded
+from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
 from qtool.calibration.transforms.smooth_attention import observe_keys
 from qtool.errors import QtoolError
 from qtool.models import family_of
 from qtool.models.auto import auto_class
 from qtool.models.skeleton import fill, skeleton
 from qtool.schemes import get
+from qtool.schemes.arithmetic.activation import PER_TOKEN_S8
 from tests.conftest import SMALL
 from tests.models.tiny import tiny_config
 
@@ -173,6 +174,27 @@ def test_a_16_bit_module_follows_the_exact_weights(block_and_batch: tuple[Block,
     block.weight("mlp.gate_proj").mul_(2)
     run(block, batch)
     assert block.get("mlp.up_proj").weight.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["w4a8-lqq", "w4a8-qoq", "w4a8-qoq-g128", "w8a8", "w4a4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rounded_linear_computes_as_its_scheme_multiplies(
+    scheme: str, dtype: torch.dtype
+) -> None:
+    """To the bit where a CPU multiplies integers."""
+    torch.manual_seed(0)
+    linear, scheme = torch.nn.Linear(128, 24, dtype=dtype), get(scheme)
+    x, weight = torch.randn(2, 3, 128, dtype=dtype), linear.weight.float()
+    params = scheme.fit(weight)
+    codes = scheme.quantize(weight, params)
+    dequantized = scheme.dequantize(codes, params).to(dtype)
+    rounded = SimulatedLinear(linear, scheme, Rounded(codes, params), dequantized)
+    expected = scheme.matmul(x.flatten(0, 1), codes, params, linear.bias).view(2, 3, 24)
+    if scheme.activation == PER_TOKEN_S8:
+        assert torch.equal(rounded(x), expected.to(dtype))
+    else:
+        assert torch.allclose(rounded(x).float(), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_a_rounded_linear_follows_its_exact_bias(block_and_batch: tuple[Block, Batch]) -> None:

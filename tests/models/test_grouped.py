@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qtool.calibration.rounding.rounded import SimulatedLinear
+from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
 from qtool.models import grouped
 from qtool.models.grouped import as_read, grouped_linear, segments, shared_reading, stacked
 from qtool.schemes import get
@@ -93,9 +93,11 @@ def test_linears_that_rotate_are_one_product_too(rounded, monkeypatch):
     """Before they are rounded, by a hook, and after."""
     linears, w8a8 = [nn.Linear(64, 24, dtype=torch.bfloat16) for _ in COUNTS], get("w8a8")
     if rounded:
+        params = [w8a8.fit(one.weight.float()) for one in linears]
+        codes = [w8a8.quantize(one.weight, p) for one, p in zip(linears, params, strict=True)]
         linears = [
-            SimulatedLinear(one, w8a8, w8a8.fit(one.weight.float()), one.weight, rotated=True)
-            for one in linears
+            SimulatedLinear(one, w8a8, Rounded(c, p), one.weight, rotated=True)
+            for one, c, p in zip(linears, codes, params, strict=True)
         ]
     else:
         for linear in linears:

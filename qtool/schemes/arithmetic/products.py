@@ -55,8 +55,8 @@ def scaled(sums: Tensor, sx: Tensor, sw: Tensor, bias: Tensor | None) -> Tensor:
 
     ``sums [M, N]`` int32, ``sx [M, 1]`` float32, ``sw [N]`` and ``bias [N]``.
     """
-    y = sums.float() * sx
-    return y * sw.float() if bias is None else fma(y, sw, bias)
+    y = sums.float().mul_(sx)
+    return y.mul_(sw.float()) if bias is None else fma(y, sw, bias)
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
