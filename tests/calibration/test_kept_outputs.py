@@ -182,8 +182,8 @@ def test_a_gpu_leaves_room_for_what_is_to_come(monkeypatch) -> None:
         batches = [SimpleNamespace(shape=(size, tokens)) for size in (1, 2)]
         return 1.5e9 - method.room_for_outputs(block, batches, quantized)  # type: ignore[arg-type]
 
-    last = 64 * 4096  # H, D and S of down, whose weight is the only exact one that is left
-    moments = 4 * (2 * 4096**2 + last) + weights + 3 * last
+    last = 64 * 4096  # H and S of down, whose weight is the only exact one that is left
+    moments = 4 * (4096**2 + last) + weights + 3 * last
     assert to_come(0) == moments - 4 * weights
     assert to_come(7) - to_come(0) == cost.LOOK_TENSORS * 2 * 7 * 4 * 4096  # of the largest batch
     quantized["mlp.down_proj"] = (64, 64)

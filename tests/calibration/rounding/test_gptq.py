@@ -217,16 +217,14 @@ def test_the_target_makes_up_for_what_the_residual_stream_lacks() -> None:
     x = torch.randn(1024, 128, generator=gen)
     change = 0.1 * torch.randn(24, 128, generator=gen)
 
-    def target(lacking: Tensor, stream: float = 1) -> Tensor:
-        hessian = Hessian(128, x.device, drift=True, hidden=24)
-        hessian.add(x, x, lacking)
+    def target(lacking: Tensor) -> Tensor:
+        hessian = Hessian(128, x.device, hidden=24)
+        hessian.add(x, lacking=lacking)
         hessian.complete()
         of = Problem(get("w4a16"), weight, hessian, lacking=hessian.s)
-        return prepare(of, Gptq(stream=stream, damping=1e-6)).target
+        return prepare(of, Gptq(damping=1e-6)).target
 
     torch.testing.assert_close(target(x @ change.T), weight + change, rtol=1e-3, atol=1e-3)
-    half = weight + change / 2
-    torch.testing.assert_close(target(x @ change.T, stream=0.5), half, rtol=1e-3, atol=1e-3)
     lacking = torch.randn(1024, 24, generator=gen)
     left = lacking - x @ (target(lacking) - weight).T
     assert left.norm() < lacking.norm()
@@ -253,8 +251,8 @@ def test_next_to_no_input_makes_up_for_nothing_by_weights_beyond_float16() -> No
     x = 1e-6 * torch.randn(1024, 128, generator=gen)
     lacking = torch.randn(1024, 24, generator=gen)
     lacking[:, ::2] *= 1e-6
-    hessian = Hessian(128, x.device, drift=True, hidden=24)
-    hessian.add(x, x, lacking)
+    hessian = Hessian(128, x.device, hidden=24)
+    hessian.add(x, lacking=lacking)
     hessian.complete()
     of = Problem(get("w4a16", 128, torch.float16), weight, hessian, lacking=hessian.s)
     target = prepare(of, Gptq()).target
@@ -267,13 +265,18 @@ def test_next_to_no_input_makes_up_for_nothing_by_weights_beyond_float16() -> No
 def test_what_the_stream_lacks_is_seen_where_it_is_added_to(llama, blocks) -> None:
     own = blocks(llama)
     (block, batches), name = own[0], "self_attn.o_proj"
-    found, differences = moments(own, name)
+    found, differences = moments(own, name, residual=0.25, stream=0.5)
     expected = torch.zeros_like(found.s)
     for batch, difference in zip(batches, differences, strict=True):
         (x,) = inputs_of(block, batch, name)
         x = block.schemes[name].fake_activation(x, block.fit(name))
-        expected += 2 * difference.flatten(0, 1).T @ x
+        drifted = copy.deepcopy(batch)
+        drifted.hidden += difference
+        (exact,) = inputs_of(block, drifted, name)
+        by_input = (exact - x) @ block.weight(name).T
+        expected += 2 * (0.5 * difference.flatten(0, 1) + 0.25 * by_input).T @ x
     torch.testing.assert_close(found.s, expected, rtol=1e-4, atol=1e-2)
+    assert found.d is None
     behind_attention, _ = moments(own, "mlp.down_proj")
     assert behind_attention.s is not None and behind_attention.s.any()
     assert moments(own, "self_attn.q_proj")[0].s is None
@@ -371,7 +374,7 @@ def test_of_parallel_branches_one_makes_up_for_the_stream(
     own = blocks(make_model(CONFIGS[model]))
     groups = own[0][0].family.groups
     writers = [g.linears[0] for g in groups if g.writes_residual and not g.routed]
-    sums = [moments(own, name)[0].s for name in writers]
+    sums = [moments(own, name, residual=0)[0].s for name in writers]
     assert [s if s is None else bool(s.any()) for s in sums] == [first, second]
 
 

@@ -10,8 +10,9 @@ quantized linear sees, and Z the residual stream that its outputs are added to; 
         v_k = nearest(w_k + sum_{j<k} e_j R_jk / R_kk)          columns.py
     output matching (arXiv 2504.02692; with the stream: arXiv 2509.06297)
         ||X_fp W^T - X V^T||^2, ||Z_fp + X_fp W^T - Z - X V^T||^2
-        D = 2 (X_fp - X)^T X,  S = 2 (Z_fp - Z)^T X             hessian.py
-        T = W + (W D + S) H^-1 takes the place of W             gptq.py
+        S = W D, D = 2 (X_fp - X)^T X; with the stream:
+        S = 2 (Z_fp + X_fp W^T - Z - X W^T)^T X                 hessian.py
+        T = W + S H^-1 takes the place of W                     gptq.py
     coordinate descent, and scales by least squares
         tr(E H E^T)                                             E = T - V
         v_k = nearest(t_k + sum_{j!=k} e_j H_jk / H_kk)         columns.py
@@ -22,8 +23,8 @@ quantized linear sees, and Z the residual stream that its outputs are added to; 
 
 In GPTQ's sum j ends before k: R is upper triangular, so column k of ``E R`` depends on the errors
 up to ``e_k`` alone, and ``e_k`` is chosen when those before it are known. :mod:`.gptq` has the
-equations as they are computed: H is damped, options weigh D and S, and columns are visited by
-falling ``H_kk``.
+equations as they are computed: H is damped, options weigh the parts of S, and columns are visited
+by falling ``H_kk``.
 
 Read the files in this order:
 

@@ -112,8 +112,9 @@ def _solving(options: GptqOptions, block: BlockShape, groups: Sequence[LinearGro
         together = problems_at_once(*problems[0])  # experts are alike
     for n, k in problems:
         moments = sum(rows.stop * (columns.stop - columns.start) for rows, columns in panels(k))
+        corrections = 2 * n * k if writes else compares * k * k
         found += Work(
-            hessian_flops=2 * tokens * (moments + compares * k * k + writes * n * k),
+            hessian_flops=2 * tokens * (moments + corrections),
             rounding_flops=(1 / 3 + 2 * compares) * k**3 + n * k * k * (5 + 6 * options.rounds),
             # a panel's scales take about as long as two sweeps over it
             rounding_panels=-(-k // PANEL) * (1 + 3 * options.rounds) / together,
@@ -226,12 +227,13 @@ def _moments_and_solving(
         compares, writes = _corrections(options, family, groups)
         for n, k in problems[:1]:  # experts are alike
             weights, hessian, lacking = total + 3 * left, 4 * k * k, 4 * n * k * writes
-            more = compares + bool(options.rounds)
+            drift = compares and not writes
+            more = drift + bool(options.rounds)
             factoring = (3 + compares + more) * hessian
             refitted = bool(options.rounds) * min(n, REFITTED_ROWS)
             sweeping = (2 + more) * hessian + 24 * (n + refitted) * k
             solving = max(factoring, sweeping) + others_bytes(len(problems), n, k)
-            summed = min(len(problems), hessians_at_once(k)) * (1 + compares) * hessian
+            summed = min(len(problems), hessians_at_once(k)) * (1 + drift) * hessian
             found.append((weights + lacking + summed, weights + lacking + solving))
         left -= sum(n * k for n, k in problems)
     return found

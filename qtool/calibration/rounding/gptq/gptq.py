@@ -6,8 +6,9 @@ weight W and the inputs X that the quantized linear sees, after its own activati
 the functions at the right:
 
     H = 2 X^T X + damping mean(diag H) I = R R^T        R upper triangular          Factor
-    T = W + (residual W D + stream S) H^-1              D = 2 (X_fp - X)^T X        prepare
-                                                        S = 2 (Z_fp - Z)^T X
+    T = W + S H^-1                                                                  prepare
+        S = residual W D,   D = 2 (X_fp - X)^T X
+        S = 2 (residual (X_fp - X) W^T + stream (Z_fp - Z))^T X                     for a writer
     v_k = nearest(t_k + sum_{j<k} e_j M_jk)             M = R diag(R)^-1 - I        sweep
     then, ``rounds`` times:
         the float scales by least squares, the codes as they are                    refit
@@ -18,10 +19,11 @@ k of U, from the columns that are left, where ``H^-1 = U^T U``. Here ``U = R^-1`
 targets stay as they are, and each column gets the errors of those before it through M.
 
 T makes up for the error that is already in the input (after GPTAQ, arXiv 2504.02692): ``X_fp`` is
-the float model's input, and ``X T^T`` comes nearest to ``X_fp W^T``. If the linear's outputs are
-added to the residual stream Z, T also makes up for the error of that stream (LoaQ, arXiv
-2509.06297): ``Z + X T^T`` comes nearest to ``Z_fp + X_fp W^T``. Without ``X_fp``, T is W. The last
-step is coordinate descent: each code is the best one given all the others.
+the float model's input, and ``X T^T`` comes nearest to ``X_fp W^T``. If the linear writes to the
+residual stream Z, T also makes up for the error of that stream (LoaQ, arXiv 2509.06297): ``Z + X
+T^T`` comes nearest to ``Z_fp + X_fp W^T``. Such a linear has no more rows than columns as a rule,
+so that S itself is less work than D. Without ``X_fp``, T is W. The last step is coordinate descent:
+each code is the best one given all the others.
 
 All this takes the rows for independent. With the output side of the Hessian, G (YAQA, arXiv
 2505.22988), they make up for each other's errors too: rows are rounded a chunk at a time, and T of
@@ -117,8 +119,8 @@ class GptqOptions:
 class Problem:
     """A weight ``[N, K]`` float32 to round, the moments of its input, and clips chosen before.
 
-    ``lacking`` holds the weight's rows ``[N, K]`` of S, and ``outputs`` G ``[N, N]``
-    (:mod:`.output_hessian`).
+    ``lacking`` holds the weight's rows ``[N, K]`` of S, if S itself was summed, and ``outputs`` G
+    ``[N, N]`` (:mod:`.output_hessian`).
     """
 
     scheme: Scheme
@@ -359,7 +361,8 @@ def prepared(problems: Sequence[Problem], options: GptqOptions) -> list[State]:
     Parameters of the weight itself need no factor and are fitted first: the fit is queued while a
     GPU still sums the Hessian, and the factor waits for that sum.
     """
-    fits_weight = problems[0].hessian.d is None and not problems[0].scheme.sparsity
+    moved = problems[0].hessian.d is not None or problems[0].lacking is not None
+    fits_weight = not moved and not problems[0].scheme.sparsity
     fitted = fit(problems, [problem.weight for problem in problems], options) if fits_weight else []
     states = [prepare(problem, options) for problem in problems]
     fitted = fitted or fit(problems, [s.kept_target for s in states], options)
@@ -375,10 +378,10 @@ def prepare(problem: Problem, options: GptqOptions) -> State:
     back = torch.argsort(order)
     factor = Factor(hessian.h, options.damping, order)
     target = weight
+    missing = problem.lacking
     if hessian.d is not None:
         missing = options.residual * product(weight, hessian.d)
-        if problem.lacking is not None:
-            missing += options.stream * problem.lacking
+    if missing is not None:
         target = weight + factor.solve(missing[:, order])[:, back]
         # inputs next to 0 make up for an error only by weights that float16 cannot hold: a row with
         # such a target keeps its weight

@@ -1,9 +1,9 @@
 """The second moments of a linear's input, accumulated over batches of any length.
 
 ``H = 2 X^T X`` is of the inputs X as the quantized linear sees them. If the inputs ``X_fp`` of the
-float block are known, there is ``D = 2 (X_fp - X)^T X`` too, and for a linear that writes to the
-residual stream Z also ``S = 2 (Z_fp - Z)^T X``. Batches are always added up in their own order,
-whichever rank computes them.
+float block are known, there is ``D = 2 (X_fp - X)^T X`` too, or for a linear that writes to the
+residual stream ``S = 2 Y^T X``, where Y is what its outputs lack. Batches are always added up in
+their own order, whichever rank computes them.
 
 Legend: M tokens, N output channels, K input channels, H hidden size.
 """
@@ -21,9 +21,8 @@ from qtool.distributed import ranks
 class Hessian:
     """The sums ``h [K, K]`` and, with ``drift``, ``d [K, K]``, float32, after :meth:`complete`.
 
-    With ``hidden`` above 0, which only a Hessian with ``drift`` may have, it has ``s [hidden, K]``
-    too. Only the panels of ``h`` that cover its upper triangle are summed; they are stored one
-    after the other.
+    With ``hidden`` above 0 it has ``s [hidden, K]`` too. Only the panels of ``h`` that cover its
+    upper triangle are summed; they are stored one after the other.
     """
 
     h: Tensor
@@ -33,11 +32,10 @@ class Hessian:
     def __init__(self, k: int, device: torch.device, drift: bool = False, hidden: int = 0) -> None:
         self.panels = list(panels(k))
         upper = sum(rows.stop * (columns.stop - columns.start) for rows, columns in self.panels)
-        others = [size for size in (k * k * drift, hidden * k) if size]
-        self._sums = [
-            ranks.OrderedSum(upper, device, room=k * k),
-            *(ranks.OrderedSum(size, device) for size in others),
-        ]
+        self._sums = {"h": ranks.OrderedSum(upper, device, room=k * k)}
+        for name, size in {"d": k * k * drift, "s": hidden * k}.items():
+            if size:
+                self._sums[name] = ranks.OrderedSum(size, device)
         self.tokens = 0
 
     @classmethod
@@ -54,26 +52,27 @@ class Hessian:
         lacking: Tensor | None = None,
         share: Tensor | None = None,
     ) -> None:
-        """Add inputs ``x [M, K]``, and the float block's inputs ``reference [M, K]``.
+        """Add inputs ``x [M, K]``.
 
         Args:
-            lacking: ``Z_fp - Z [M, H]`` of the residual stream.
+            reference: the float block's inputs ``[M, K]``.
+            lacking: Y ``[M, H]``.
             share: factor ``[M, 1]`` by which each token is multiplied in the sums; None: 1.
         """
-        h, *others = self._sums
         with phase("Hessian"):
             factor = None if share is None else share.to(x.dtype)
             # a share is on both sides of each product, since float16 lacks small squares
             scaled = x if factor is None else x * factor
-            for (rows, columns), panel in self._by_panel(h.tensor):
+            for (rows, columns), panel in self._by_panel(self._sums["h"].tensor):
                 add_product(panel, scaled[:, rows], scaled[:, columns])
             if reference is not None:
                 error = reference.to(x.dtype) - x
                 error = error if factor is None else error.mul_(factor)
-                add_product(others[0].tensor.view(-1, x.shape[1]), error, scaled)
+                add_product(self._sums["d"].tensor.view(-1, x.shape[1]), error, scaled)
             if lacking is not None:
                 error = lacking if factor is None else lacking * factor
-                add_product(others[-1].tensor.view(-1, x.shape[1]), error.to(x.dtype), scaled)
+                total = self._sums["s"].tensor.view(-1, x.shape[1])
+                add_product(total, error.to(x.dtype), scaled)
         self.tokens += len(x)
 
     def _by_panel(self, total: Tensor) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
@@ -86,16 +85,17 @@ class Hessian:
 
     def step(self) -> None:
         """Add the ranks' sums over one batch to the totals; call it after each batch."""
-        for part in self._sums:
+        for part in self._sums.values():
             part.step()
 
     def complete(self) -> "Hessian":
         """The same object with whole sums on all ranks; call it once, after the last batch."""
         k = self.panels[-1][0].stop
-        total, *others = [part.result() for part in self._sums]
-        memory, self._sums = self._sums[0].memory, []
+        results = {name: part.result() for name, part in self._sums.items()}
+        total, memory, self._sums = results.pop("h"), self._sums["h"].memory, {}
         self.h = total.view(k, k) if len(self.panels) == 1 else self._whole(total, memory)
-        self.d, self.s = [*(part.view(-1, k) for part in others), None, None][:2]
+        for name, result in results.items():
+            setattr(self, name, result.view(-1, k))
         self.tokens = sum(ranks.all_gather(self.tokens))
         return self
 

@@ -44,6 +44,7 @@ from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.calibration.rounding.scales import require_float_scale
 from qtool.calibration.stacking import clips_of, in_turn
 from qtool.calibration.statistics import batch_shapes, count_tokens, saw_enough
+from qtool.calibration.timing import phase
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.models.experts import expert_place, is_routed
@@ -210,8 +211,10 @@ class Gptq(GptqOptions, Rounding):
         norms = norms_of_writers(block.family, name)
         compared_norms = norms if reference and self.stream else []
         multiplier = block.family.group_of(name).multiplier
-        columns = multiplier * block.weight(name).norm(dim=0)
-        hessian = Hessian(k, block.device, reference is not None, n if compared_norms else 0)
+        weight = block.weight(name)
+        columns = multiplier * weight.norm(dim=0)
+        drift = reference is not None and not compared_norms
+        hessian = Hessian(k, block.device, drift, n if compared_norms else 0)
         if reference and name == compared(block)[-1]:
             reference.last_look()
         for batch in turns:
@@ -219,15 +222,19 @@ class Gptq(GptqOptions, Rounding):
                 x, *streams = seen
                 seen.clear()  # x is as large as all else here
                 floats = reference.inputs(batch, name, *compared_norms) if reference else []
-                # parallel branches read one stream: only the first makes up for its error
-                first = compared_norms and not any(map(streams[-1].equal, streams[:-1]))
-                lacking = (floats[-1] - streams[-1]) / multiplier if first else None
-                share = None
+                share = lacking = None
                 if norms and self.largest_token:
                     sizes = size_of_tokens(streams[-1], x, columns)
                     share = to_median(sizes, self.largest_token)[:, None]
                 x = scheme.fake_activation(x, params)
-                hessian.add(x, floats[0] if floats else None, lacking, share)
+                if compared_norms:
+                    with phase("Hessian"):
+                        error = floats[0].to(x.dtype) - x
+                        lacking = self.residual * (error @ weight.to(x.dtype).T)
+                    # parallel branches read one stream: only the first makes up for its error
+                    if not any(map(streams[-1].equal, streams[:-1])):
+                        lacking += self.stream / multiplier * (floats[-1] - streams[-1])
+                hessian.add(x, floats[0] if drift else None, lacking, share)
             hessian.step()
         return hessian.complete()
 
@@ -373,8 +380,8 @@ def problems_in_turn(block: Block, stacks: Sequence[Stack]) -> Iterator[Sequence
     kinds: dict[object, list[int]] = {}
     for i, stack in enumerate(stacks):
         shapes = tuple(block.weight(name).shape for name in stack.names)
-        drift = stack.hessian.d is not None
-        key = block.schemes[stack.names[0]].kind, drift, shapes, id(stack.outputs)
+        moments = stack.hessian.d is None, stack.hessian.s is None
+        key = block.schemes[stack.names[0]].kind, moments, shapes, id(stack.outputs)
         kinds.setdefault(key, []).append(i)
     for numbers in kinds.values():
         first = stacks[numbers[0]]
