@@ -4,9 +4,11 @@ A rounding looks at each batch several times, and each look is a forward from th
 the observed linear (:func:`.forwards.observe`). Once the linears of the attention are rounded, it
 returns the same for a batch in every look, and in the float model from the first look on. So the
 first look that runs it keeps its outputs, and later looks take them instead of running it again.
+While all but its last linear are rounded, that linear's inputs are kept, and the next look applies
+the rounded one to them.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -14,10 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from qtool.calibration.batch import Batch
 from qtool.models.family import Family
+
+#: stands for the last linear's output in what a module returned
+_OF_LAST = object()
 
 
 @dataclass
@@ -33,7 +38,9 @@ class KeptOutputs:
 
     Attributes:
         last: the last linear of the module.
-        outputs: those that are kept, by the ``id`` of their batch.
+        last_changes: whether that linear is to be rounded still.
+        outputs: those that are kept, by the ``id`` of their batch. Beside each is None, or the last
+            linear's input, if that linear's output is to be made of it.
         filling: the module runs for an output to keep, and a forward does not end inside it.
     """
 
@@ -41,7 +48,8 @@ class KeptOutputs:
     last: str
     batches: Collection[Batch]
     room: Room
-    outputs: dict[int, Any] = field(default_factory=dict, init=False)
+    last_changes: bool = field(default=False, init=False)
+    outputs: dict[int, tuple[Any, Tensor | None]] = field(default_factory=dict, init=False)
     filling: bool = field(default=False, init=False)
 
     @classmethod
@@ -75,29 +83,30 @@ class KeptOutputs:
         """
         inside = [*filter(self.is_inside, observed)]
         kept = self.outputs.pop(id(batch), None) if to_end else self.outputs.get(id(batch))
-        takes = kept is not None and not inside
+        taken = None if inside else kept
         keeps = kept is None and not to_end and (not inside or self.last in inside)
-        if not takes and not (keeps and any(batch is own for own in self.batches)):
+        if taken is None and not (keeps and any(batch is own for own in self.batches)):
             yield
             return
         own, forward = vars(module).get("forward"), module.forward
+        last = module.get_submodule(self.last.removeprefix(f"{self.name}."))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             module.forward = forward  # another call in the same forward runs
-            if takes:
-                return _copy(kept)
+            if taken is not None:
+                output, x = taken
+                if x is not None:
+                    output = tree_map(lambda leaf: last(x) if leaf is _OF_LAST else leaf, output)
+                    if not to_end and not self.last_changes:
+                        self.outputs[id(batch)] = output, None
+                return _copy(output)
             self.filling = True
             try:
-                found = forward(*args, **kwargs)
+                with _calls_of(last) as calls:
+                    found = forward(*args, **kwargs)
             finally:
                 self.filling = False
-            nbytes = sum(leaf.nbytes for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
-            if nbytes <= self.room.left:
-                self.room.left -= nbytes
-                try:
-                    self.outputs[id(batch)] = _copy(found)
-                except torch.OutOfMemoryError:
-                    self.room.left = 0
+            self._keep(batch, found, calls)
             return found
 
         module.forward = call
@@ -107,6 +116,41 @@ class KeptOutputs:
             vars(module).pop("forward")
             if own is not None:
                 module.forward = own
+
+    def _keep(self, batch: Batch, output: Any, calls: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Keep what the module returned, if there is room; ``calls`` are of its last linear.
+
+        If that linear changes, its input is kept, unless its output is not returned as it is.
+        """
+        x = None
+        if self.last_changes:
+            if len(calls) != 1 or not any(leaf is calls[0][1] for leaf in tree_leaves(output)):
+                return
+            x, of_last = calls[0]
+            output = tree_map(lambda leaf: _OF_LAST if leaf is of_last else leaf, output)
+        leaves = tree_leaves((output, x))
+        nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        if nbytes <= self.room.left:
+            self.room.left -= nbytes
+            try:
+                self.outputs[id(batch)] = _copy((output, x))
+            except torch.OutOfMemoryError:
+                self.room.left = 0
+
+
+@contextmanager
+def _calls_of(linear: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """While open, list the calls of ``linear``: its input, before hooks change it, and output."""
+    inputs, calls = list[Tensor](), list[tuple[Tensor, Tensor]]()
+    before = linear.register_forward_pre_hook(
+        lambda _, given: inputs.append(given[0]), prepend=True
+    )
+    after = linear.register_forward_hook(lambda _, __, y: calls.append((inputs.pop(), y)))
+    try:
+        yield calls
+    finally:
+        before.remove()
+        after.remove()
 
 
 def _copy(output: Any) -> Any:

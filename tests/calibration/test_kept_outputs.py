@@ -63,6 +63,35 @@ def test_a_later_look_runs_no_attention(watched) -> None:
     assert "forward" not in vars(block.get("self_attn"))
 
 
+def test_a_last_linear_that_changes_is_applied_to_its_input(watched) -> None:
+    block, batches, runs = watched
+    block.get(LAST).register_forward_pre_hook(lambda _, inputs: (inputs[0] * 3,))
+    kept = keeping(block, batches)
+    kept.last_changes = True
+    inputs_of(block, batches[0], LAST)
+    found = [inputs_of(block, batches[0], GATE)[0]]
+    block.weight(LAST).mul_(2)
+    kept.last_changes = False
+    found += [inputs_of(block, batches[0], GATE)[0] for _ in range(2)]
+    assert len(runs) == 1
+    block.kept_outputs = None
+    expected = inputs_of(block, batches[0], GATE)[0]
+    assert not torch.equal(found[0], expected)
+    assert all(torch.equal(x, expected) for x in found[1:])
+
+
+def test_the_input_of_a_last_linear_is_not_kept_if_its_output_is_changed(watched) -> None:
+    block, batches, runs = watched
+    attention = block.get("self_attn")
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: (forward(*args, **kwargs)[0] * 2, None)
+    keeping(block, batches).last_changes = True
+    inputs_of(block, batches[0], LAST)
+    assert not block.kept_outputs.outputs
+    inputs_of(block, batches[0], GATE)
+    assert len(runs) == 2
+
+
 def test_as_many_are_kept_as_there_is_room_for(watched) -> None:
     block, batches, runs = watched
     keeping(block, batches, room=batches[0].hidden.nbytes)
@@ -125,7 +154,7 @@ def test_a_module_may_return_a_tensor(watched) -> None:
     kept = block.kept_outputs = KeptOutputs("mlp", "mlp.down_proj", batches, Room(math.inf))
     block.get(GATE).register_forward_hook(lambda *_: runs.append(1))
     inputs_of(block, batches[0], "mlp.down_proj")
-    assert isinstance(kept.outputs[id(batches[0])], torch.Tensor)
+    assert isinstance(kept.outputs[id(batches[0])][0], torch.Tensor)
     assert torch.equal(run(block, batches[0]), end) and len(runs) == 1
 
 

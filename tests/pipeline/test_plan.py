@@ -135,9 +135,10 @@ def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> Non
         for g in family.groups
     )
     gptq = Gptq(residual=0, output_hessian=False).work(shape)
-    # three of the four groups lie behind attention, whose outputs the last one's look takes
+    # the look at o runs all of the attention for both looks after it, and the first runs o again
     inside = shape.linear_flops(n for n in shape.linears if n.startswith("self_attn."))
-    assert before - inside == gptq.forward_flops - 2 * shape.attention_flops()
+    again = 2 * shape.linear_flops(["self_attn.o_proj"])
+    assert before - 2 * inside + again == gptq.forward_flops - shape.attention_flops()
     assert gptq.hessian_flops == 2 * 72 * sum(
         shape.linears[g.linears[0]][1] ** 2 for g in family.groups
     )
@@ -262,14 +263,15 @@ def test_the_inputs_of_all_experts_cost_one_forward(
         for n in firsts
     ]  # type: ignore[misc]
     routers = 2 * 2 * shape.tokens * 4 * 128
-    # the first look behind attention keeps its outputs, and the others take them
+    # the look at o runs all of the attention for those after it, and the first runs o again
     inside = shape.linear_flops(n for n in shape.linears if n.startswith("self_attn."))
-    plain = Gptq(residual=0).work(shape).forward_flops - 2 * shape.attention_flops()
-    assert plain + routers == sum(runs) - 3 * inside
+    again = 2 * shape.linear_flops(["self_attn.o_proj"])
+    plain = Gptq(residual=0).work(shape).forward_flops - shape.attention_flops()
+    assert plain + routers == sum(runs) - 4 * inside + again
     # the float block's run to the block's output gives all of its inputs where they are kept
     assert Gptq().work(shape).forward_flops == Gptq(residual=0).work(shape).forward_flops
     monkeypatch.setattr(memory, "MOST_INPUT_BYTES", 0)
-    beside = Gptq().work(shape).forward_flops - 2 * shape.attention_flops()
+    beside = Gptq().work(shape).forward_flops - shape.attention_flops()
     alone = [n for n, names in zip(runs, firsts, strict=True) if len(names) == 1]
     # the last goes on to the block's output, and also takes the outputs kept by the look at o
     assert beside - plain == sum(alone[:-1]) + shape.linear_flops(["self_attn.o_proj"]) - 2 * inside

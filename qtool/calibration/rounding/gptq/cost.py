@@ -81,9 +81,9 @@ def _spared_flops(
 ) -> float:
     """Operations of the attention in looks that take its kept outputs, if all are kept.
 
-    On each path the first look that runs all of it keeps them: the first after its last linear on
-    the path of the quantized block, and in the float block the one at that linear, which goes on to
-    the attention's end.
+    On each path the look at its last linear, if that is quantized, goes on to the attention's end
+    and keeps them. The first look after it on the path of the quantized block applies the rounded
+    linear to the inputs that were kept.
     """
     kept = KeptOutputs.of(block.family, (), Room(0))
     if kept is None:
@@ -94,11 +94,12 @@ def _spared_flops(
     attends = attention is None or kept.is_inside(attention.o)
     each = block.linear_flops(inside) + attends * block.attention_flops()
     looks = [groups[0] for groups in turns[at + 1 :] if block.stacked(groups)]
-    spared = each * max(0, len(looks) - 1)
+    own = bool(block.stacked(turns[at]))
+    extra = own * block.linear_flops([kept.last])
+    spared = each * (len(looks) - 1 + own) - 2 * extra if looks else 0.0
     dense = sum(not group.routed for group in looks)
     if options.residual and not keeps and dense:
-        own = bool(block.stacked(turns[at]))
-        spared += each * (dense - 1 + own) - own * block.linear_flops([kept.last])
+        spared += each * (dense - 1 + own) - extra
     return spared
 
 
@@ -181,7 +182,8 @@ def outputs_bytes(options: GptqOptions, block: BlockShape) -> int:
     before, last = _before_last(options, block.family, block.quantized)
     keeps = kept_input_bytes(block.family, block.linears, block.tokens) > 0
     paths = 1 + (options.residual > 0 and not keeps)
-    outputs = paths * block.itemsize * block.tokens * block.linears[kept.last][0]
+    # or the last linear's inputs
+    outputs = paths * block.itemsize * block.tokens * max(block.linears[kept.last])
     return max(0, before + outputs - max(before, last))
 
 

@@ -120,8 +120,9 @@ class Gptq(GptqOptions, Rounding):
             reference.block.kept_outputs = KeptOutputs.of(block.family, own, room)
         turns = list(ranks.lockstep(batches, len(batch_shapes(batches))))
         for groups in hessians_in_turn(block.family.groups, lambda g: shapes[g.linears[0]][1]):
-            if kept and not any(map(kept.is_inside, block.schemes.keys() - rounded.keys())):
-                block.kept_outputs = kept
+            left = block.schemes.keys() - rounded.keys()
+            if kept and not any(map(kept.is_inside, left - {kept.last})):
+                block.kept_outputs, kept.last_changes = kept, kept.last in left
             found = self.round_groups(block, reference, turns, groups, tokens, outputs)
             block.install(found)
             for name in found:
