@@ -230,8 +230,8 @@ class Gptq(GptqOptions, Rounding):
                 x = scheme.fake_activation(x, params)
                 if compared_norms:
                     with phase("Hessian"):
-                        error = floats[0].to(x.dtype) - x
-                        lacking = self.residual * (error @ weight.to(x.dtype).T)
+                        lacking = (floats[0].to(x.dtype) - x) @ weight.to(x.dtype).T
+                        lacking *= self.residual
                     # parallel branches read one stream: only the first makes up for its error
                     if not any(map(streams[-1].equal, streams[:-1])):
                         lacking += self.stream / multiplier * (floats[-1] - streams[-1])
