@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from qtool import calibration, recipes
-from qtool.bench.quantize import BESIDE
+from qtool.calibration.timing import BESIDE
 from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.table import markdown
 

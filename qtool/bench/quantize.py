@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qtool.bench.ceilings import Ceilings, measure
+from qtool.calibration.timing import BESIDE
 from qtool.errors import QtoolError
 from qtool.io.integrity import RECORD, read_record
 from qtool.io.run_record import record_path
@@ -97,10 +98,6 @@ def _row(name: str, seconds: float, beside: float | None, floor: float | None) -
         "" if floor is None else f"{floor:.2f}",
         f"{busy / floor:.1f}x" if floor else "",
     )
-
-
-#: ending of the record's names for the work of threads beside the blocks
-BESIDE = ", beside"
 
 
 def random_tokens(vocabulary: int, samples: int, seqlen: int) -> Calibration:

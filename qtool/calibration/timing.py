@@ -16,6 +16,8 @@ import torch
 
 #: the name for time outside all phases
 OTHER = "other"
+#: ending of a record's names for the time of threads beside the main one
+BESIDE = ", beside"
 
 
 class PhaseTimer:

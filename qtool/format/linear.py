@@ -63,7 +63,7 @@ class LinearFormat:
                 ``k``.
 
         Raises:
-            QtoolError: names the linear.
+            QtoolError: names the linear, or the layout if it fits no linear of the scheme.
         """
         layout, scheme = self.layout_object, self.scheme_object
         if layout.bits != scheme.code_bits:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qtool.calibration.method import LEARNING_SEQUENCES, Transform
 from qtool.calibration.rounding.rtn import RoundToNearest
-from qtool.calibration.timing import PhaseTimer, phase
+from qtool.calibration.timing import BESIDE, PhaseTimer, phase
 from qtool.distributed import ranks
 from qtool.errors import Interrupted, in_one_line
 from qtool.io.output import RUN, Output
@@ -345,7 +345,7 @@ class Shards:
         self.output.drop(_gradients(shard - 2))
         self.done = min(self.done + ranks.size(), len(self.specs))  # other ranks are as far
         self.phases.settle()
-        behind = {f"{name}, beside": seconds for name, seconds in dict(self.phases.beside).items()}
+        behind = {f"{name}{BESIDE}": seconds for name, seconds in dict(self.phases.beside).items()}
         self.record.attempt.phases = {**self.phases.seconds, **behind}
         self.record.shard_written()
         if self.progress:
