@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import qtool
 from qtool.cli import cli
@@ -225,6 +225,11 @@ def test_a_quantized_model_in_memory_is_refused(make_model: MakeModel, tmp_path:
     made = qtool.quantize(make_model(), "w8a8", out=tmp_path / "out")
     with pytest.raises(QtoolError, match="quantized already"):
         qtool.quantize(qtool.load(made), "w8a8")
+
+
+def test_a_model_in_memory_without_a_head_is_refused(make_model: MakeModel) -> None:
+    with pytest.raises(QtoolError, match=r"is a LlamaModel, .* load it by AutoModelForCausalLM"):
+        qtool.quantize(AutoModel.from_pretrained(make_model()), "w8a8")
 
 
 def test_a_model_in_memory_without_weights_is_refused(make_model: MakeModel) -> None:

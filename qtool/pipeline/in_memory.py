@@ -66,10 +66,16 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
             loaded, if it is on this machine.
 
     Raises:
-        QtoolError: ``model`` is not a model of transformers, is quantized or has no weights,
-            ``tokenizer`` is not a tokenizer, or the directory has no room for the model.
+        QtoolError: ``model`` is not a model of transformers, predicts no tokens, is quantized or
+            has no weights, ``tokenizer`` is not a tokenizer, or the directory has no room for the
+            model.
     """
     require_model(model)
+    if not model.can_generate() and model.get_output_embeddings() is None:
+        raise QtoolError(
+            f"the model in memory is a {type(model).__name__}, which predicts no tokens: load it "
+            "by AutoModelForCausalLM"
+        )
     if tokenizer is not None:
         require_tokenizer(tokenizer)
     if getattr(model, "hf_quantizer", None) is not None:
