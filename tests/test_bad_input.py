@@ -224,7 +224,7 @@ def test_truncated_file(refused, make_model: MakeModel) -> None:  # type: ignore
     model = make_model()
     path = model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    refused("truncated", model)
+    refused("damaged", model)
     path.write_bytes(path.read_bytes()[:6])
     refused("truncated", model)
     path.write_bytes(b"\xff" * 4000)

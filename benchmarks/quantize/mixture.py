@@ -75,7 +75,7 @@ def rounded_experts(
         linear: nn.Linear = expert.down_proj  # type: ignore[union-attr, assignment]
         rounded = round_to_nearest(scheme, linear.weight)
         weight = scheme.dequantize(rounded.codes, rounded.params).to(linear.weight.dtype)
-        expert.down_proj = SimulatedLinear(linear, scheme, rounded.params, weight)
+        expert.down_proj = SimulatedLinear(linear, scheme, rounded, weight)
     return experts
 
 
