@@ -221,6 +221,13 @@ def test_what_transformers_does_not_load_as_it_is_stored(model_type: str, said: 
         derive(tiny_config(model_type).to_dict())
 
 
+@needs_class("diffusion_gemma")
+def test_a_forward_that_draws_random_numbers_is_refused() -> None:
+    """Text diffusion begins at random tokens."""
+    with pytest.raises(QtoolError, match="it draws random numbers"):
+        derive(tiny_config("diffusion_gemma").to_dict())
+
+
 def test_a_config_that_does_not_say_where_its_blocks_are() -> None:
     """MusicGen has two text models, BLT four stacks of blocks."""
     parts = {"text_encoder": "t5", "audio_encoder": "encodec", "decoder": "musicgen_decoder"}

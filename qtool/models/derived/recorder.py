@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from qtool.errors import QtoolError
 from qtool.models.derived.arithmetic import POSITIVE, UNARY, combine
 from qtool.models.derived.facts import Fact, Facts, Kind
 from qtool.models.derived.moves import MOVES, gathered, join, move, reduced
@@ -27,6 +28,8 @@ CREATES = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones"),
     *("new_full", "new_empty_strided", "bernoulli", "rand_like"),
 }
+#: operations that draw random numbers
+DRAWS = {"rand", "randn", "randint", "multinomial"}
 
 
 class Recorder(TorchDispatchMode):
@@ -85,10 +88,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        name = func.overloadpacket.__name__
+        if not self.muted and name in DRAWS:
+            raise QtoolError("it draws random numbers, so that two runs differ")
         out = func(*args, **(kwargs or {}))
         if not self.muted:
             with _disable_current_modes():
-                self._record(func.overloadpacket.__name__, func, args, kwargs or {}, out)
+                self._record(name, func, args, kwargs or {}, out)
         return out
 
     def _record(
