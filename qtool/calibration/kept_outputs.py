@@ -117,16 +117,19 @@ class KeptOutputs:
             if own is not None:
                 module.forward = own
 
-    def _keep(self, batch: Batch, output: Any, calls: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _keep(self, batch: Batch, output: Any, calls: Sequence["_Call"]) -> None:
         """Keep what the module returned, if there is room; ``calls`` are of its last linear.
 
         If that linear changes, its input is kept, unless its output is not returned as it is.
         """
         x = None
         if self.last_changes:
-            if len(calls) != 1 or not any(leaf is calls[0][1] for leaf in tree_leaves(output)):
+            if len(calls) != 1:
                 return
-            x, of_last = calls[0]
+            x, of_last, versions = calls[0]
+            returned = any(leaf is of_last for leaf in tree_leaves(output))
+            if not returned or versions != (x._version, of_last._version):  # changed in place
+                return
             output = tree_map(lambda leaf: _OF_LAST if leaf is of_last else leaf, output)
         leaves = tree_leaves((output, x))
         nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
@@ -138,14 +141,23 @@ class KeptOutputs:
                 self.room.left = 0
 
 
+#: a call's input and output, and torch's counts of changes to both
+_Call = tuple[Tensor, Tensor, tuple[int, int]]
+
+
 @contextmanager
-def _calls_of(linear: Any) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def _calls_of(linear: Any) -> Iterator[list[_Call]]:
     """While open, list the calls of ``linear``: its input, before hooks change it, and output."""
-    inputs, calls = list[Tensor](), list[tuple[Tensor, Tensor]]()
+    inputs, calls = list[Tensor](), list[_Call]()
     before = linear.register_forward_pre_hook(
         lambda _, given: inputs.append(given[0]), prepend=True
     )
-    after = linear.register_forward_hook(lambda _, __, y: calls.append((inputs.pop(), y)))
+
+    def add(_: Any, __: Any, y: Tensor) -> None:
+        x = inputs.pop()
+        calls.append((x, y, (x._version, y._version)))
+
+    after = linear.register_forward_hook(add)
     try:
         yield calls
     finally:

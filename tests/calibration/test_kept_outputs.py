@@ -80,11 +80,12 @@ def test_a_last_linear_that_changes_is_applied_to_its_input(watched) -> None:
     assert all(torch.equal(x, expected) for x in found[1:])
 
 
-def test_the_input_of_a_last_linear_is_not_kept_if_its_output_is_changed(watched) -> None:
+@pytest.mark.parametrize("change", [torch.Tensor.mul, torch.Tensor.mul_])
+def test_the_input_of_a_last_linear_is_not_kept_if_its_output_is_changed(change, watched) -> None:
     block, batches, runs = watched
     attention = block.get("self_attn")
     forward = attention.forward
-    attention.forward = lambda *args, **kwargs: (forward(*args, **kwargs)[0] * 2, None)
+    attention.forward = lambda *args, **kwargs: (change(forward(*args, **kwargs)[0], 2), None)
     keeping(block, batches).last_changes = True
     inputs_of(block, batches[0], LAST)
     assert not block.kept_outputs.outputs
