@@ -221,7 +221,9 @@ class Block:
         weight.copy_(weight[:, order])
         earlier = self.permutations.get(name)
         self.permutations[name] = order if earlier is None else earlier[order]
-        self.get(name).register_forward_pre_hook(lambda _, inputs: (inputs[0][..., order],))
+        self.get(name).register_forward_pre_hook(
+            lambda _, inputs: (inputs[0].index_select(-1, order),)
+        )
 
     def rotate_inputs(self, name: str) -> None:
         """Rotate the input channels of linear ``name``.

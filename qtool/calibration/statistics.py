@@ -20,6 +20,8 @@ from qtool.models.experts import expert_place
 
 #: least tokens of a linear for statistics of its inputs; only experts see fewer
 LEAST_TOKENS = 16
+#: calibration tokens from which transforms take these statistics; more change little
+MOST_TOKENS = 1 << 16
 
 
 @dataclass

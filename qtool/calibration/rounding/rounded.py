@@ -45,7 +45,7 @@ def stacked(scheme: Scheme, parts: Sequence[Rounded]) -> tuple[Tensor, Params]:
 def arranged(x: Tensor, permutation: Tensor | None, rotated: bool) -> Tensor:
     """``x [..., K]`` as the columns of a linear expect it: gathered, then rotated."""
     if permutation is not None:
-        x = x[..., permutation]
+        x = x.index_select(-1, permutation)
     return rotate_fast(x) if rotated else x
 
 

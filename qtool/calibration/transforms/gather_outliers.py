@@ -16,7 +16,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.cost import BlockShape, Work
 from qtool.calibration.forwards import propagate
 from qtool.calibration.method import LEARNING_SEQUENCES, Transform
-from qtool.calibration.statistics import collect
+from qtool.calibration.statistics import MOST_TOKENS, collect, own_subset
 from qtool.calibration.transforms.block_precision import (
     BlockCosts,
     allocate,
@@ -33,6 +33,8 @@ from qtool.schemes.fmpq_blocks import OUTLIER_RATIO, BlockPlan, by_magnitude, pl
 @dataclass(kw_only=True)
 class GatherOutliers(Transform):
     """Gather outlier channels into few blocks, and give those 8-bit activations.
+
+    A channel is judged by its largest input among the first 65,536 tokens.
 
     Args:
         ratio: a channel is an outlier above ``ratio`` times the median channel.
@@ -98,7 +100,7 @@ class GatherOutliers(Transform):
                     _set_blocks(block, name, torch.ones(blocks, dtype=torch.uint8))
 
     def work(self, block: BlockShape) -> Work:
-        work = super().work(block)
+        work = super().work(block) * min(1.0, MOST_TOKENS / max(1, block.tokens))
         if self.learns:
             groups = {group.linears for group in block.family.groups}
             runs = (2 + len(groups)) * min(1.0, LEARNING_SEQUENCES / max(1, block.samples))
@@ -136,7 +138,7 @@ class GatherOutliers(Transform):
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         firsts = [group.linears[0] for group in block.family.groups]
-        inputs = collect(block, batches, firsts, tokens=0)
+        inputs = collect(block, own_subset(batches, tokens=MOST_TOKENS), firsts, tokens=0)
         for number, group in enumerate(block.family.groups):
             mixed = _mixed(block, group)
             if not mixed or (seen := inputs.get(group.linears[0])) is None:

@@ -44,7 +44,7 @@ from qtool.calibration.stacking import (
     stack,
     stacked_weights,
 )
-from qtool.calibration.statistics import Inputs, collect, own_subset
+from qtool.calibration.statistics import MOST_TOKENS, Inputs, collect, own_subset
 from qtool.calibration.transforms.balance import balancing_factors, channels_apart
 from qtool.calibration.transforms.folding import fold_factor, per_kv_head, require_groups
 from qtool.calibration.transforms.shift import shift_norms, shifted
@@ -55,8 +55,6 @@ from qtool.schemes.base import Scheme
 
 #: scheme and weights ``[S, N, K]`` of linears, and whether their input is rotated
 Stack = tuple[Scheme, Tensor, bool]
-#: calibration tokens from which the statistics of inputs are taken; more change little
-MOST_TOKENS = 1 << 16
 #: with ``balance``, a token whose outputs are above so many times the median counts as the median
 LARGEST_OUTPUT = 4.0
 

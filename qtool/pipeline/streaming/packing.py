@@ -55,7 +55,7 @@ def install_packed(
     for name, linear_format in formats.items():
         block.schemes[name] = linear_format.scheme_object
         if (order := parts.get(f"{name}.permutation")) is not None:
-            block.permutations[name] = order.long()
+            block.permutations[name] = order.to(device, torch.int64)
         if linear_format.rotated:
             block.rotated.add(name)
     for names in _in_turn(block, job, device):

@@ -196,6 +196,19 @@ def test_what_stays_in_16_bits_keeps_its_order(wide, blocks):
         assert torch.equal(together, alone)
 
 
+def test_the_first_tokens_are_looked_at(wide, blocks, monkeypatch):
+    """Whole batches, until they hold enough of them."""
+    monkeypatch.setattr(gather_outliers, "MOST_TOKENS", 1)
+    scheme = get("w4ax-fmpq")
+    one, batches = blocks(copy.deepcopy(wide), scheme)[0]
+    other, _ = blocks(wide, scheme)[0]
+    assert len(batches) > 1
+    GatherOutliers(ratio=1.5).apply(one, batches)
+    GatherOutliers(ratio=1.5).apply(other, batches[:1])
+    assert one.notes == other.notes and one.permutations
+    assert all(torch.equal(one.permutations[n], o) for n, o in other.permutations.items())
+
+
 def test_no_eight_bit_block_allowed(wide, blocks):
     scatter_outliers(wide)
     block, batches = blocks(wide, get("w4ax-fmpq"))[0]
