@@ -17,10 +17,10 @@ from markupsafe import Markup
 
 import qtool
 from qtool.eval.channel_range import ChannelRange, outlier
-from qtool.report import commands, glossary, plots
+from qtool.report import commands, glossary, plots, rows
 from qtool.report.data import Quality, Report, Size, experts, gains
 from qtool.table import decimal
-from qtool.units import bytes_text, duration, times
+from qtool.units import bytes_text, times
 
 #: most bytes a second that a decode step of one token can read on an NVIDIA H200
 BANDWIDTH = 4.8e12
@@ -42,14 +42,16 @@ def render(report: Report) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {"nbytes": bytes_text, "duration": duration, "plain": plain}
+    environment.filters |= {"nbytes": bytes_text, "plain": rows.plain}
     environment.filters["quote"] = lambda path: shlex.quote(str(path))
     return environment.get_template("report.html.j2").render(view(report))
 
 
 def view(report: Report) -> dict[str, Any]:
     """The variables of the template, from ``report``."""
-    record = report.provenance
+    blocks = report.provenance.get("blocks", [])
+    whole = total(report.sizes)
+    by_size = sorted(report.sizes, key=lambda s: (not s.packed, -s.nbytes))
     models = shlex.quote(str(report.directory)), shlex.quote(report.baseline or "BASE")
     return {
         "report": report,
@@ -59,9 +61,11 @@ def view(report: Report) -> dict[str, Any]:
         "verdict": verdict(report),
         "failed": [problem for check in report.checks for problem in check.problems],
         "checked": sum(check.count for check in report.checks),
+        "check_rows": rows.checks(report.checks),
         "packed": [s for s in report.sizes if s.packed],
-        "total": total(report.sizes),
-        "sizes": sorted(report.sizes, key=lambda s: (not s.packed, -s.nbytes)),
+        "rest": [s for s in report.sizes if not s.packed],
+        "total": whole,
+        "size_rows": rows.sizes([*by_size, whole]),
         "summed": total,
         "bandwidth": BANDWIDTH,
         "results": [(q, *numbers(q)) for q in report.quality],
@@ -74,10 +78,17 @@ def view(report: Report) -> dict[str, Any]:
         ],
         "errors": errors(report),
         "errors_are": ERRORS.get(report.errors.what, "") if report.errors else "",
-        "gains": gains(record.get("blocks", [])),
-        "experts": experts(record.get("blocks", [])),
+        "gain_rows": rows.gains(gains(blocks)),
+        "experts": experts(blocks),
+        "expert_rows": rows.experts(experts(blocks)),
         "ranges": [ranges(one) for one in report.ranges],
         "cache": cache(report),
+        "import_rows": rows.imported(report),
+        "method_rows": rows.methods(report),
+        "layer_rows": rows.layers(report),
+        "calibration_rows": rows.calibration(report),
+        "model_rows": rows.model(report),
+        "run_rows": rows.run(report.run),
         "commands": commands.commands(report),
         "recipe_file": commands.recipe_file(report),
         "recipe_name": commands.RECIPE,
@@ -214,10 +225,3 @@ def cache(report: Report) -> list[dict[str, Any]]:
     keys = {block: error.keys for block, error in report.kv.items()}
     values = {block: error.values for block, error in report.kv.items()}
     return _by_block("Relative error of the", "relative error", {"keys": keys, "values": values})
-
-
-def plain(value: object) -> str:
-    """A value of a configuration as text for people."""
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
