@@ -201,9 +201,9 @@ def recorded_errors(blocks: Sequence[Mapping[str, Any]]) -> LayerErrors | None:
     if by_role:
         return LayerErrors(what, by_role)
     losses = {
-        index: min(notes["distill"]["loss"])
+        index: min(curve)
         for index, notes in enumerate(blocks)
-        if "distill" in notes
+        if (curve := _losses(notes.get("distill")))
     }
     return LayerErrors("block output", {"whole block": losses}) if losses else None
 
@@ -233,6 +233,12 @@ def gains(blocks: Sequence[Mapping[str, Any]]) -> list[Gain]:
     return [Gain(method, len(r), min(r), median(r), max(r)) for method, r in ratios.items()]
 
 
+def _losses(note: Any) -> list[float]:
+    """The curve of losses in ``note``; empty if a method from outside noted something else."""
+    curve = note.get("loss") if isinstance(note, dict) else None
+    return curve if isinstance(curve, list) else []
+
+
 def _after_before(choice: Any) -> tuple[float, float]:
     """The errors after and before a choice; 0 where one is not recorded.
 
@@ -240,7 +246,7 @@ def _after_before(choice: Any) -> tuple[float, float]:
     """
     if not isinstance(choice, dict):
         return 0.0, 0.0
-    if isinstance(curve := choice.get("loss"), list):  # a method from outside may note a number
+    if curve := _losses(choice):
         return min(curve), curve[0]
     return choice.get("error", 0.0), next(
         (v for key, v in choice.items() if key.startswith("error_")), 0.0

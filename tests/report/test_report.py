@@ -432,6 +432,8 @@ def test_recorded_errors_and_gains():
     assert recorded_errors([{"distill": {"loss": [3.0, 1.0, 2.0], "epoch": 1}}]).by_role == {
         "whole block": {0: 1.0}
     }
+    for noted in (7, {"loss": 0.5}, {"steps": 3}):  # what a method from outside may note
+        assert recorded_errors([{"distill": noted}]) is None
     assert (
         gains([{"distill": {"loss": [4.0, 1.0, 2.0], "epoch": 1}, "rotate": {"order": 8}}])[
             0
