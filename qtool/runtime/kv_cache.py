@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from qtool.errors import QtoolError
 from qtool.models import Family, family_of
@@ -94,7 +100,9 @@ class QuantCacheLayer(DynamicLayer):
         return self.stored[0].tokens
 
     def reset(self) -> None:
-        self.__init__(*self.quantizers, heads=self.heads, hands_packed=self.hands_packed)  # type: ignore[misc]
+        QuantCacheLayer.__init__(
+            self, *self.quantizers, heads=self.heads, hands_packed=self.hands_packed
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
@@ -124,6 +132,39 @@ class QuantCacheLayer(DynamicLayer):
     def _apply(self, change: Any) -> None:
         for stored in self.stored:
             stored.apply(change)
+
+
+def _of_both(name: str) -> Callable[..., None]:
+    """The method ``name`` for states and for keys and values."""
+
+    def call(layer: DynamicLayer, *args: Any) -> None:
+        for part in (LinearAttentionLayer, QuantCacheLayer):
+            getattr(part, name)(layer, *args)
+
+    return call
+
+
+class RecurrentQuantCacheLayer(LinearAttentionLayer, QuantCacheLayer):  # type: ignore[misc]
+    """A layer for a block with attention and recurrent layers (Falcon-H1).
+
+    The states of the recurrent ones are kept as transformers keeps them.
+
+    Args:
+        states: number of recurrent layers.
+    """
+
+    is_compileable = is_croppable = False
+
+    def __init__(self, *quantizers: KVQuantizer, states: int, **options: Any) -> None:
+        QuantCacheLayer.__init__(self, *quantizers, **options)
+        LinearAttentionLayer.__init__(self, states)
+
+    def lazy_initialization(self, *keys_and_values: Any, **states: Any) -> None:
+        part: Any = QuantCacheLayer if keys_and_values else LinearAttentionLayer
+        part.lazy_initialization(self, *keys_and_values, **states)
+
+    reset, crop, reorder_cache = map(_of_both, ("reset", "crop", "reorder_cache"))
+    offload, prefetch = map(_of_both, ("offload", "prefetch"))
 
 
 class QuantCache(Cache):
@@ -253,11 +294,16 @@ def _layers(decoder: nn.Module, given: Sequence[Any] = ()) -> list[Any]:
     layers: list[Any] = list(given) or DynamicCache(config=config).layers
     for number, own in blocks.items():
         assert own.kv_cache is not None
-        layers[number] = QuantCacheLayer(
-            *kv_quantizers(kv, _attention(decoder, number, own).get_buffer),
-            heads=own.kv_cache.heads(config)[0],
-            hands_packed=packed and own.attention is not None,
-        )
+        quantizers = kv_quantizers(kv, _attention(decoder, number, own).get_buffer)
+        options: dict[str, Any] = {
+            "heads": own.kv_cache.heads(config)[0],
+            "hands_packed": packed and own.attention is not None,
+        }
+        if isinstance(before := layers[number], LinearAttentionAndFullAttentionLayer):
+            states = before.number_of_states
+            layers[number] = RecurrentQuantCacheLayer(*quantizers, states=states, **options)
+        else:
+            layers[number] = QuantCacheLayer(*quantizers, **options)
     return layers
 
 

@@ -127,7 +127,6 @@ def test_transformers_sees_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("falcon_h1", "its blocks keep more than keys and values in the cache"),  # Mamba's state
         pytest.param(  # an indexer
             "qwen4_exp_text",
             "its blocks keep more than keys and values in the cache",

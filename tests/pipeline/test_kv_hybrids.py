@@ -22,11 +22,20 @@ from qtool.runtime.packed_kv import NEUTRAL, SCALES, kv_quantizers
 from tests.models import proof
 from tests.models.tiny import save_tiny
 
-#: with convolutions, Gated DeltaNet twice, Mamba, Mamba-2, heads of two sizes and shared ones
-HYBRIDS = ("lfm2", "qwen3_5_text", "qwen3_next", "jamba", "granitemoehybrid", "gemma4_text")
+#: with convolutions, Gated DeltaNet twice, Mamba, Mamba-2, heads of two sizes and shared ones, and
+#: Mamba-2 beside attention in all blocks
+HYBRIDS = (
+    "lfm2",
+    "qwen3_5_text",
+    "qwen3_next",
+    "jamba",
+    "granitemoehybrid",
+    "gemma4_text",
+    "falcon_h1",
+)
 #: the blocks of each tiny model that keep keys and values
 CACHED = {kind: [1] for kind in HYBRIDS}
-CACHED |= {kind: [0, 1] for kind in ("gemma4_text", "granite_swa", "moshi")}
+CACHED |= {kind: [0, 1] for kind in ("gemma4_text", "granite_swa", "moshi", "falcon_h1")}
 
 
 def decoded(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Tensor:

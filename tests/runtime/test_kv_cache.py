@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from qtool.errors import QtoolError
 from qtool.format import CheckpointFormat, LinearFormat, Rule
@@ -330,8 +330,8 @@ def test_a_model_that_caches_no_keys_and_values_has_no_quantized_cache(kind: str
         quantize_kv(model, "kv4")
 
 
-#: with convolutions, Gated DeltaNet, Mamba, Mamba-2
-HYBRIDS = ("lfm2", "qwen3_next", "jamba", "granitemoehybrid")
+#: with convolutions, Gated DeltaNet, Mamba, Mamba-2, and Mamba-2 in the blocks of attention
+HYBRIDS = ("lfm2", "qwen3_next", "jamba", "granitemoehybrid", "falcon_h1", "zamba2")
 
 
 def make_hybrid(kind: str, kv: str | None) -> PreTrainedModel:
@@ -367,12 +367,16 @@ def test_the_states_of_recurrent_blocks_stay_as_they_are(
         assert torch.equal(logits, theirs(part, use_cache=True, **{CACHE: expected}).logits)
     kept, own = states(cache), states(expected)
     assert own and all(map(torch.equal, kept, own)) and len(kept) == len(own)
+    cache.reset()
+    again = ours(part, use_cache=True, **{CACHE: cache}).logits
+    assert torch.equal(again, ours(part, use_cache=False).logits)
 
 
 def states(cache: Cache) -> list[torch.Tensor]:
-    """What the layers of recurrent blocks keep."""
-    recurrent = [layer for layer in cache.layers if not isinstance(layer, DynamicLayer)]
-    return [x for layer in recurrent for x in tree_leaves(vars(layer)) if torch.is_tensor(x)]
+    """The states of recurrent layers."""
+    kept = [vars(layer) for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    of_both = [(layer["conv_states"], layer["recurrent_states"]) for layer in kept]
+    return [x for x in tree_leaves(of_both) if torch.is_tensor(x)]
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)

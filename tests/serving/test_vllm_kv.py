@@ -169,6 +169,18 @@ def test_what_cuts_sequences_or_guesses_ahead_keeps_vllms_cache(
     assert "speculative decoding" in said[-1]
 
 
+def test_recurrent_states_beside_attention_keep_vllms_cache(
+    native: Native, on_cuda: None, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks of Falcon-H1 keep keys and values of one shape, and states too."""
+    made = PackedLinears(tiny_config("falcon_h1").to_dict(), CheckpointFormat("", (), kv="kv8"))
+    config = configured(native(), dtype="bfloat16")
+    assert kv.choose_cache(configured(native(), dtype="bfloat16"), made)
+    monkeypatch.setattr(type(config.model_config), "is_hybrid", True)
+    assert not kv.choose_cache(config, made)
+    assert "the model's recurrent states" in said[-1]
+
+
 def test_a_hybrid_keeps_vllms_cache(tmp_path: Path, on_cuda: None, said: list[str]) -> None:
     """Its checkpoint is loaded without the tensors of the cache."""
     scales = {f"model.layers.1.self_attn.{part}": torch.ones(2, 32) for part in SCALES}

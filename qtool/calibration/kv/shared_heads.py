@@ -1,4 +1,4 @@
-"""A KV cache for attention that repeats its kv heads before the cache.
+"""A KV cache for attention that repeats kv heads, and for blocks that have a recurrent layer too.
 
 Legend: B sequences in a batch, H kv heads, T tokens, D head dimension.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 class SharedHeadCache:
     """A KV cache behind attention that repeats kv heads for query heads (Falcon).
 
-    ``cache`` takes and returns each kv head once.
+    ``cache`` takes and returns each kv head once. A recurrent layer of the block (Falcon-H1) finds
+    no states of earlier forwards, and none of its own are kept.
     """
 
     cache: Any
@@ -32,3 +33,18 @@ class SharedHeadCache:
     def get_seq_length(self) -> int:
         """Tokens of earlier forwards, which MPT's attention asks for: always 0 for a block."""
         return 0
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
+        """The state of earlier forwards: none."""
+
+    get_recurrent_state = get_conv_state
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether there are states of earlier forwards: never."""
+        return False
+
+    def update_conv_state(self, states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``states``, as the only ones."""
+        return states
+
+    update_recurrent_state = update_conv_state

@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
 )
 
 from qtool.models.cache_argument import CACHE
@@ -31,6 +32,8 @@ from qtool.models.parts import KVCache
 #: names that a block's argument for the KV cache has
 ARGUMENTS = (CACHE, "layer_past", "past_key_value")
 #: the attributes that tensors of a quantized cache become (:mod:`qtool.runtime.packed_kv`)
+#: what transformers has in a cache for a block whose keys and values can be replaced
+LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
 ATTRIBUTES = ("k_scale", "v_scale", "k_offset", "k_importance")
 
 
@@ -105,7 +108,7 @@ class KVCaches:
             return "engines cache the latent of its attention, not keys and values"
         if len(calls) > 1:
             return "a block gives it keys and values more than once"
-        if type(self.notes.layers[number]) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(self.notes.layers[number]) not in LAYERS:
             return "its blocks keep more than keys and values in the cache"
         if keys != values or (keys[0], keys[2]) != SHAPE:
             return f"keys {list(keys)} and values {list(values)} enter it for {SHAPE[1]} tokens"

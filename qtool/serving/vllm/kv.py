@@ -99,6 +99,8 @@ def _reason_against(linears: PackedLinears, pages: Any, config: VllmConfig) -> s
         return f"--block-size {cache.block_size} was asked for, which is no multiple of {TOKENS}"
     if config.model_config.dtype not in (torch.float16, torch.bfloat16):
         return f"the model runs in {config.model_config.dtype}, its kernels in 16 bits"
+    if config.model_config.is_hybrid:
+        return "the size of its pages is not that of the model's recurrent states"
     if config.model_config.using_transformers_backend():
         return "vLLM runs transformers' model, which has no place for the cache's tensors"
     if config.speculative_config is not None:
