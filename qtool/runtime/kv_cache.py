@@ -9,9 +9,10 @@ inside them.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
 
@@ -50,6 +51,7 @@ class QuantCacheLayer(DynamicLayer):
         heads: kv heads; keys and values that come repeated for their query heads are kept once.
         hands_packed: :meth:`update` may return the packed tokens themselves; the model's attention
             can read them.
+        beside: what transformers' layer keeps beside keys and values, by attribute.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class QuantCacheLayer(DynamicLayer):
         *,
         heads: int,
         hands_packed: bool = False,
+        beside: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        vars(self).update(beside)
         super().__init__()
         self.quantizers = (keys, values)
         self.heads, self.hands_packed = heads, hands_packed
@@ -145,19 +149,10 @@ def _of_both(name: str) -> Callable[..., None]:
 
 
 class RecurrentQuantCacheLayer(LinearAttentionLayer, QuantCacheLayer):  # type: ignore[misc]
-    """A layer for a block with attention and recurrent layers (Falcon-H1).
-
-    The states of the recurrent ones are kept as transformers keeps them.
-
-    Args:
-        states: number of recurrent layers.
-    """
+    """A layer for a block with attention and a recurrent layer (Falcon-H1); its states stay."""
 
     is_compileable = is_croppable = False
-
-    def __init__(self, *quantizers: KVQuantizer, states: int, **options: Any) -> None:
-        QuantCacheLayer.__init__(self, *quantizers, **options)
-        LinearAttentionLayer.__init__(self, states)
+    __init__ = QuantCacheLayer.__init__
 
     def lazy_initialization(self, *keys_and_values: Any, **states: Any) -> None:
         part: Any = QuantCacheLayer if keys_and_values else LinearAttentionLayer
@@ -165,6 +160,12 @@ class RecurrentQuantCacheLayer(LinearAttentionLayer, QuantCacheLayer):  # type: 
 
     reset, crop, reorder_cache = map(_of_both, ("reset", "crop", "reorder_cache"))
     offload, prefetch = map(_of_both, ("offload", "prefetch"))
+
+
+class IndexedQuantCacheLayer(DynamicIndexedLayer, QuantCacheLayer):  # type: ignore[misc]
+    """A layer for attention to tokens that an indexer chooses (Qwen4); the indexer's keys stay."""
+
+    __init__ = QuantCacheLayer.__init__
 
 
 class QuantCache(Cache):
@@ -294,17 +295,20 @@ def _layers(decoder: nn.Module, given: Sequence[Any] = ()) -> list[Any]:
     layers: list[Any] = list(given) or DynamicCache(config=config).layers
     for number, own in blocks.items():
         assert own.kv_cache is not None
-        quantizers = kv_quantizers(kv, _attention(decoder, number, own).get_buffer)
-        options: dict[str, Any] = {
-            "heads": own.kv_cache.heads(config)[0],
-            "hands_packed": packed and own.attention is not None,
-        }
-        if isinstance(before := layers[number], LinearAttentionAndFullAttentionLayer):
-            states = before.number_of_states
-            layers[number] = RecurrentQuantCacheLayer(*quantizers, states=states, **options)
-        else:
-            layers[number] = QuantCacheLayer(*quantizers, **options)
+        layers[number] = _layer_class(layers[number])(
+            *kv_quantizers(kv, _attention(decoder, number, own).get_buffer),
+            heads=own.kv_cache.heads(config)[0],
+            hands_packed=packed and own.attention is not None,
+            beside=vars(layers[number]),
+        )
     return layers
+
+
+def _layer_class(given: Any) -> type[QuantCacheLayer]:
+    """The class of the layer that takes the place of transformers' layer ``given``."""
+    if isinstance(given, LinearAttentionLayer):
+        return RecurrentQuantCacheLayer
+    return IndexedQuantCacheLayer if isinstance(given, DynamicIndexedLayer) else QuantCacheLayer
 
 
 def _attention(decoder: nn.Module, number: int, own: Family) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qtool.errors import QtoolError
 from qtool.models import Family, Heads, KVCache, family_of
 from qtool.models.cache_argument import CACHE
-from qtool.models.derived import _derived, derive
+from qtool.models.derived import _derived, cached, derive
 from qtool.models.derived.attention import LOOK_INTO_CACHE
 from qtool.models.derived.cached import ATTRIBUTES
 from qtool.models.derived.facts import STREAM, Kind
@@ -127,11 +127,6 @@ def test_transformers_sees_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        pytest.param(  # an indexer
-            "qwen4_exp_text",
-            "its blocks keep more than keys and values in the cache",
-            marks=needs_transformers("5.24"),
-        ),
         pytest.param(
             "dory", "a block gives it keys and values more than once", marks=needs_class("dory")
         ),
@@ -144,6 +139,15 @@ def test_a_quantized_cache_is_refused_where_a_block_keeps_something_else(
 ) -> None:
     refuses = family_of(tiny_config(model_type).to_dict()).refuses
     assert [refuses[method] for method in LOOK_INTO_CACHE] == 3 * [reason]
+
+
+def test_a_quantized_cache_is_refused_where_transformers_layer_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cached, "LAYERS", ())
+    config = tiny_config("smollm3", vocab_size=97).to_dict()  # no other test has derived its family
+    reason = "its blocks keep more than keys and values in the cache"
+    assert [family_of(config).refuses[method] for method in LOOK_INTO_CACHE] == 3 * [reason]
 
 
 @pytest.mark.parametrize(

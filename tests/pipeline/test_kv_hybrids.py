@@ -19,10 +19,11 @@ from qtool.models.cache_argument import CACHE
 from qtool.report import build, page
 from qtool.runtime.kv_cache import QuantCache, unquantize_kv
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, kv_quantizers
+from tests.conftest import needs_transformers
 from tests.models import proof
 from tests.models.tiny import save_tiny
 
-#: with convolutions, Gated DeltaNet twice, Mamba, Mamba-2, heads of two sizes and shared ones, and
+#: with convolutions, Gated DeltaNet twice, Mamba, Mamba-2, heads of two sizes and shared ones,
 #: Mamba-2 beside attention in all blocks
 HYBRIDS = (
     "lfm2",
@@ -34,7 +35,7 @@ HYBRIDS = (
     "falcon_h1",
 )
 #: the blocks of each tiny model that keep keys and values
-CACHED = {kind: [1] for kind in HYBRIDS}
+CACHED = {kind: [1] for kind in (*HYBRIDS, "qwen4_exp_text")}
 CACHED |= {kind: [0, 1] for kind in ("gemma4_text", "granite_swa", "moshi", "falcon_h1")}
 
 
@@ -64,7 +65,10 @@ def simulated(model: PreTrainedModel, kv: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Cache, "update", rounded)
 
 
-@pytest.mark.parametrize("model_type", HYBRIDS)
+@pytest.mark.parametrize(
+    "model_type",
+    [*HYBRIDS, pytest.param("qwen4_exp_text", marks=needs_transformers("5.24"))],
+)
 @pytest.mark.parametrize(("kv", "recipe"), [("kv8", "fast"), ("kv8", "paper"), ("kv4", "best")])
 @torch.no_grad()
 def test_blocks_with_attention_alone_quantize_their_cache(

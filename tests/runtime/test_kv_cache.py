@@ -36,6 +36,7 @@ from qtool.runtime.kv_cache import (
 from qtool.runtime.load import load
 from qtool.runtime.packed_kv import PackedTokens
 from qtool.schemes.kv import KV4
+from tests.conftest import needs_transformers
 from tests.models.tiny import tiny_config
 
 HEADS, DIM, LAYERS, CONTEXT = 2, 16, 2, 256
@@ -330,8 +331,12 @@ def test_a_model_that_caches_no_keys_and_values_has_no_quantized_cache(kind: str
         quantize_kv(model, "kv4")
 
 
-#: with convolutions, Gated DeltaNet, Mamba, Mamba-2, and Mamba-2 in the blocks of attention
-HYBRIDS = ("lfm2", "qwen3_next", "jamba", "granitemoehybrid", "falcon_h1", "zamba2")
+#: with convolutions, Gated DeltaNet, Mamba, Mamba-2, the last beside attention in a block too, and
+#: an indexer
+HYBRIDS = (
+    *("lfm2", "qwen3_next", "jamba", "granitemoehybrid", "falcon_h1", "zamba2"),
+    pytest.param("qwen4_exp_text", marks=needs_transformers("5.24")),
+)
 
 
 def make_hybrid(kind: str, kv: str | None) -> PreTrainedModel:

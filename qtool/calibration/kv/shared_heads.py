@@ -1,4 +1,4 @@
-"""A KV cache for attention that repeats kv heads, and for blocks that have a recurrent layer too.
+"""A KV cache for attention that repeats kv heads, and for what blocks have beside attention.
 
 Legend: B sequences in a batch, H kv heads, T tokens, D head dimension.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 class SharedHeadCache:
     """A KV cache behind attention that repeats kv heads for query heads (Falcon).
 
-    ``cache`` takes and returns each kv head once. A recurrent layer of the block (Falcon-H1) finds
-    no states of earlier forwards, and none of its own are kept.
+    ``cache`` takes and returns each kv head once. A recurrent layer of the block (Falcon-H1) or
+    an indexer (Qwen4) finds nothing of earlier forwards, and nothing of its own is kept.
     """
 
     cache: Any
@@ -47,4 +47,4 @@ class SharedHeadCache:
         """``states``, as the only ones."""
         return states
 
-    update_recurrent_state = update_conv_state
+    update_recurrent_state = update_indexer = update_conv_state

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -33,7 +34,12 @@ from qtool.models.parts import KVCache
 ARGUMENTS = (CACHE, "layer_past", "past_key_value")
 #: the attributes that tensors of a quantized cache become (:mod:`qtool.runtime.packed_kv`)
 #: what transformers has in a cache for a block whose keys and values can be replaced
-LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
+LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DynamicIndexedLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 ATTRIBUTES = ("k_scale", "v_scale", "k_offset", "k_importance")
 
 
