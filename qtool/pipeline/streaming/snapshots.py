@@ -114,9 +114,9 @@ class Snapshots:
         if everywhere:
             return max(everywhere), own[max(everywhere)]
         sizes = {_numbers(name)[2] for name in self.output.kept_names(f"{NAME}-")}
-        if sizes - {ranks.size()}:
+        if others := sizes - {ranks.size()}:
             ranks.log(
-                f"the activations on disk are of world size {min(sizes)}, this run has "
+                f"the activations on disk are of world size {min(others)}, this run has "
                 f"{ranks.size()}: the finished blocks are run again"
             )
         return None
