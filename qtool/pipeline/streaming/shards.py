@@ -280,7 +280,7 @@ class Shards:
             beside = gradient_bytes(job, inputs)
             kept = place_for(job, job.blocks * inputs, window, self.device, beside)
             place = self._activations(*kept)
-            for index, factor in stream_gradients(self.source, job, built, place, text):
+            for index, factor in stream_gradients(built, place, text):
                 if index in names:
                     stored = {"factor": factor.half().contiguous()}
                     keep = partial(self.output.keep, names[index], stored, stored.items(), {})

@@ -41,14 +41,14 @@ class NoBackward(QtoolError):
 
 
 def stream_gradients(
-    source: Checkpoint, job: Job, built: BuiltBlocks, place: Activations, text: Tensor
+    built: BuiltBlocks, place: Activations, text: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
     """The number of each block, from the last to the first, and ``F [H, H]`` after it.
 
     ``z F`` of normal z has the second moments of the gradients, up to a factor.
 
     Args:
-        job: has no transforms; ``built`` makes its blocks and holds the sequences.
+        built: blocks without transforms, and the sequences.
         place: where the inputs of all blocks are kept meanwhile.
         text: the tokens of the calibration text.
 
@@ -60,9 +60,9 @@ def stream_gradients(
     for block in built.blocks():
         inputs.append([place.batch(b.tensors, b.kwargs, b.axis) for b in built.batches])
         propagate(block, built.batches)
-    directions = _factor(_logit_moments(source, job, text, built.device))
+    directions = _factor(_logit_moments(built.source, built.job, text, built.device))
     random = torch.Generator(built.device).manual_seed(0)
-    layer_norm = job.family.layer_norm
+    layer_norm = built.job.family.layer_norm
     gradients = [
         _before_norm(batch.part(slice(i, i + 1)), directions, random, layer_norm=layer_norm)
         for batch in built.batches
