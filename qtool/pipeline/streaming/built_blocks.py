@@ -269,8 +269,7 @@ class BuiltBlocks:
         order = list(range(self.job.blocks))[:: -1 if backwards else 1]
         for index, following in zip(order, [*order[1:], None], strict=True):
             block, _ = self._built(index, following, {})
-            for transform in self.job.transforms:
-                apply(transform, block, self.batches, self.job)
+            self._apply(self.job.transforms, block)
             yield block
             _empty(block.module)
 
@@ -324,10 +323,9 @@ class BuiltBlocks:
     def propagate(self, index: int, stored: Mapping[str, Tensor]) -> None:
         """Run block ``index`` with the weights ``stored`` (by full name) on all batches.
 
-        Its outputs are the next block's inputs, which are then written to disk.
+        Its outputs are the next block's inputs, which are then written to disk. The last block,
+        which no other follows, is not run.
         """
-        if index == self.job.blocks - 1:
-            return
         self.snapshots.settle()
         if self.compares and self.reached <= index:  # the block was written by an earlier run
             block, _ = self._transformed(index, None, {})
