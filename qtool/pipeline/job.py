@@ -136,8 +136,9 @@ class Job(Architecture):
             for kind, block in first.items()
             for name in kind.linears()
         }
-        require_matches(recipe, family.all_linears(settings), next(iter(shapes)))
-        recipe = for_names(with_unmatched(recipe, family.all_linears(settings)), first)
+        names = list(family.all_linears(settings))
+        require_matches(recipe, names)
+        recipe = for_names(with_unmatched(recipe, names), first)
         recipe = for_shapes(for_groups(recipe, shapes), shapes)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
         permuted: dict[str, None] = {}  # names in their order, each once

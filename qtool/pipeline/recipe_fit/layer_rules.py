@@ -4,13 +4,13 @@ Otherwise a misspelt role would silently leave its layers in 16 bits.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from qtool.errors import QtoolError, suggest
 from qtool.recipes import Recipe
 
 
-def with_unmatched(recipe: Recipe, names: Iterable[str]) -> Recipe:
+def with_unmatched(recipe: Recipe, names: Sequence[str]) -> Recipe:
     """``recipe``; ``Recipe.adaptations`` says which linears of ``names`` no rule matches."""
     left = [] if recipe.built_in else [name for name in names if recipe.rule_of(name) is None]
     if not left:
@@ -22,12 +22,8 @@ def with_unmatched(recipe: Recipe, names: Iterable[str]) -> Recipe:
     )
 
 
-def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
-    """Check that each rule of ``recipe`` is the first to match some linear of the model.
-
-    Args:
-        names: full names of the linears that may be quantized.
-        example: one of these names.
+def require_matches(recipe: Recipe, names: Sequence[str]) -> None:
+    """Check that each rule of ``recipe`` is the first to match one of the linears ``names``.
 
     Raises:
         QtoolError: names a rule that matches no linear, or only linears that earlier rules match,
@@ -37,7 +33,6 @@ def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
         return
     rules = [re.compile(rule.match) for rule in recipe.layers]
     unused, shadowed = dict.fromkeys(range(len(rules))), dict.fromkeys(range(len(rules)))
-    names = list(names)
     roles = dict.fromkeys(name.rpartition(".")[2] for name in names)
     for name in names:
         matching = [number for number, rule in enumerate(rules) if rule.search(name)]
@@ -52,7 +47,7 @@ def require_matches(recipe: Recipe, names: Iterable[str], example: str) -> None:
         if number in unused:
             raise QtoolError(
                 f"{recipe.scheme}: {rule} matches no linear of the model; what may be quantized is "
-                f"called like {example}, with the roles {', '.join(roles)}; "
+                f"called like {names[0]}, with the roles {', '.join(roles)}; "
                 "embedding and head stay in 16 bits"
             )
         raise QtoolError(
