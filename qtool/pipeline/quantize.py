@@ -118,10 +118,10 @@ def quantize(
         if isinstance(progress, Display):  # it shows the seconds that the record counts
             progress.restart(record.earlier_seconds)
         with recording(PhaseTimer(where)) as phases, _noting_refusal(output, record):
-            drawn = _prepare(output, source, specs, job, calibration)
+            drawn = _prepare(output, specs, side_files, job, calibration)
             record.write()
             tokens = drawn.tokens if job.needs_data else ()
-            shards = Shards(source, job, output, where, record, phases, progress)
+            shards = Shards(source, job, specs, output, where, record, phases, progress)
             shards.make(tokens, activations)
             source.require_unchanged(output.identity["source model"])
         record.write()
@@ -132,15 +132,15 @@ def quantize(
 
 def _prepare(
     output: Output,
-    source: Checkpoint,
     specs: Sequence[Mapping[str, Tensor]],
+    side_files: Mapping[str, Path],
     job: Job,
     calibration: CalibrationSource,
 ) -> Calibration:
     """Check the disk and draw the calibration; a new run that cannot start leaves nothing."""
     try:
         if ranks.rank() == 0:
-            copied = sum(path.stat().st_size for path in source.side_files().values())
+            copied = sum(path.stat().st_size for path in side_files.values())
             _require_space(output, output.missing_bytes(specs) + copied)
         if not job.needs_data:
             return Calibration(facts=calibration.facts)

@@ -58,6 +58,7 @@ class Shards:
     """The shards of ``job``: the embedding, one a block, final norm and head.
 
     Args:
+        specs: :meth:`Job.shards` of the job.
         phases: timer that records the time of each phase.
         progress: called after each shard with (done, total, notes).
     """
@@ -66,15 +67,15 @@ class Shards:
         self,
         source: Checkpoint,
         job: Job,
+        specs: Sequence[Mapping[str, Tensor]],
         output: Output,
         device: torch.device,
         record: RunRecord,
         phases: PhaseTimer,
         progress: Progress | None,
     ) -> None:
-        self.source, self.job, self.output, self.device = source, job, output, device
-        self.record, self.phases, self.progress = record, phases, progress
-        self.specs = job.shards()
+        self.source, self.job, self.specs, self.output = source, job, specs, output
+        self.device, self.record, self.phases, self.progress = device, record, phases, progress
         self.done = len(output.records)
         self.collective = not job.is_plain
 
