@@ -50,9 +50,6 @@ class Snapshot:
             for i, batch in enumerate(batches)
             for name, tensor in batch.tensors.items()
         }
-        self.specs = {
-            name: torch.empty_like(tensor, device="meta") for name, tensor in self.inputs.items()
-        }
         self.nbytes = sum(tensor.nbytes for tensor in self.inputs.values())
         self.started, self.done, self.given_up = 0.0, 0, Event()
 
@@ -145,7 +142,7 @@ class Snapshots:
             name = self._name(block)
             try:
                 with self.timed(), torch.cuda.stream(ready and torch.cuda.Stream(self.device)):
-                    self.output.keep(name, snapshot.specs, snapshot.tensors(), {}, sync=False)
+                    self.output.keep(name, snapshot.inputs, snapshot.tensors(), {}, sync=False)
             except (_GivenUp, NoSpace, OSError):
                 return False
             return True
