@@ -46,10 +46,10 @@ def load_rounded(
         QtoolError: the scheme cannot have a linear's shape, or transformers refuses the model.
     """
     job = job_of(source, recipes.load(ROUNDED_SCHEME, "fast"), keep_unknown=True)
-    blocks, shards = StreamedBlocks(source, job, device), job.shards()[1:-1]
+    blocks = StreamedBlocks(source, job, device)
 
     def block(index: int) -> Iterator[tuple[str, Tensor]]:
-        return blocks.tensors(index, None, shards[index], {})
+        return blocks.tensors(index, None, job.block_tensors(index), {})
 
     def made(part: Callable[[], Iterable[tuple[str, Tensor]]]) -> list[tuple[str, Tensor]]:
         return [(name, _on_host(rows)) for name, rows in part()]
