@@ -8,6 +8,7 @@ Legend: S linears of one shape, N output channels, K input channels.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -46,11 +47,7 @@ class RoundToNearest(Rounding):
         found = ranks.map_items(
             nearest, turns, cost=lambda names: len(names) * block.weight(names[0]).numel()
         )
-        by_name = {
-            name: rounded
-            for names, some in zip(turns, found, strict=True)
-            for name, rounded in zip(names, some, strict=True)
-        }
+        by_name = dict(zip(chain(*turns), chain(*found), strict=True))
         rounded = {name: by_name[name] for name in block.schemes}
         for name, note in weight_errors(rounded).items():
             block.notes.setdefault(self.name, {})[name] = note

@@ -16,6 +16,7 @@ Legend: T tokens, N output channels, K input channels, G groups of g.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -103,11 +104,7 @@ class Clip(Transform):
             turns,
             cost=lambda names: FIXED_COST + len(names) * block.weight(names[0]).numel(),
         )
-        clips = {
-            name: of_name
-            for names, of_names in zip(turns, found, strict=True)
-            for name, of_name in zip(names, of_names, strict=True)
-        }
+        clips = dict(zip(chain(*turns), chain(*found), strict=True))
         errors = torch.stack([clips[name][1] for name in judged]).tolist() if judged else []
         for name, (least, unclipped) in zip(judged, errors, strict=True):
             block.clips[name] = clips[name][0]
