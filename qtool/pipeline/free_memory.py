@@ -33,8 +33,7 @@ def host_memory() -> tuple[float, float]:
     """
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        facts = _facts(ROOT / "proc/meminfo")
-        free = facts["MemAvailable:"] * 1024
+        free = _facts(ROOT / "proc/meminfo")["MemAvailable:"] * 1024
     except (OSError, KeyError, ValueError):
         free = whole // 2
     wholes, free_now = zip((whole, free), *_container_memory(), strict=True)

@@ -408,7 +408,7 @@ def fit(
     for some in in_turn(range(len(problems)), size):
         own, rows = [problems[e] for e in some], [n] * len(some)
         fitted = fit_groups(
-            own[0].scheme,
+            scheme,
             stack([weights[e] for e in some]).flatten(0, 1),
             stack([problem.hessian.h.diagonal() for problem in own]),
             options.clip_ratios(scheme),

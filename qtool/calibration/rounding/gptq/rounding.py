@@ -208,11 +208,11 @@ class Gptq(GptqOptions, Rounding):
 
         ``turns`` are the batches as ``ranks.lockstep`` gives them, None where this rank has none.
         """
-        scheme, params, (n, k) = block.schemes[name], block.fit(name), block.weight(name).shape
+        scheme, params, weight = block.schemes[name], block.fit(name), block.weight(name)
+        n, k = weight.shape
         norms = norms_of_writers(block.family, name)
         compared_norms = norms if reference and self.stream else []
         multiplier = block.family.group_of(name).multiplier
-        weight = block.weight(name)
         columns = multiplier * weight.norm(dim=0)
         drift = reference is not None and not compared_norms
         hessian = Hessian(k, block.device, drift, n if compared_norms else 0)
