@@ -164,29 +164,36 @@ def require_stored(block: Block, job: Job) -> None:
             f"{job.full(block.index, name)}: a transform names it in rotates, and none rotates its"
             " inputs, so that only the run time would"
         )
+    _require_clips(block, job)
+
+
+def _require_clips(block: Block, job: Job) -> None:
+    """Refuse clips for what is no linear of ``block``, and clips that ``Scheme.fit`` cannot take.
+
+    Raises:
+        QtoolError: names the linear.
+    """
     for name in sorted(block.clips.keys() - job.linears(block.index).keys()):
         raise QtoolError(
             f"a transform chooses a clip for {name!r}, no linear of block {block.index}: "
             + suggest(name, job.linears(block.index))
         )
     for name, clips in block.clips.items():
+        full = job.full(block.index, name)
         if not is_of(clips, tuple[ClipRatio, ClipRatio]):
             raise QtoolError(
-                f"a transform chooses the clip {clips!r} for {job.full(block.index, name)}; a pair"
-                " (clip, group_clip) is expected, each of them a float or a tensor"
+                f"a transform chooses the clip {clips!r} for {full}; a pair (clip, group_clip) is"
+                " expected, each of them a float or a tensor"
             )
         if not all(is_finite(torch.as_tensor(clip)) for clip in clips):
-            raise QtoolError(
-                f"a transform chooses a clip of NaN or Inf for {job.full(block.index, name)}"
-            )
+            raise QtoolError(f"a transform chooses a clip of NaN or Inf for {full}")
         if scheme := block.schemes.get(name):
             n, groups, _ = scheme.groups(block.weight(name)).shape
             found = [list(clip.shape) if isinstance(clip, Tensor) else [] for clip in clips]
             if found[0] not in ([], [n]) or found[1] not in ([], [n, groups]):
                 raise QtoolError(
-                    f"a transform chooses clips of shapes {found[0]} and {found[1]} for"
-                    f" {job.full(block.index, name)}; [{n}] and [{n}, {groups}], or a number in"
-                    " place of each, are expected"
+                    f"a transform chooses clips of shapes {found[0]} and {found[1]} for {full};"
+                    f" [{n}] and [{n}, {groups}], or a number in place of each, are expected"
                 )
 
 
