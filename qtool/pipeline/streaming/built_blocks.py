@@ -24,7 +24,7 @@ from qtool.calibration.forwards import propagate
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.method import Transform
 from qtool.calibration.reference import Reference
-from qtool.calibration.rounding.rounded import SimulatedLinear, weight_errors
+from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, weight_errors
 from qtool.calibration.timing import PhaseTimer, phase
 from qtool.distributed import ranks
 from qtool.format import LinearFormat
@@ -198,21 +198,8 @@ class BuiltBlocks:
         if factor is not None:
             block.sensitivity = embedded(factor.to(self.device).float(), job)
         constants = kv_constants(block, job.format.kv, self.batches)
-        with (
-            quantized_kv(block, job.format.kv, constants),
-            phase("rounding"),
-            naming_too_large(block, job),
-            running_method(job.rounding, "round", index),
-        ):
-            rounded = job.rounding.round(block, self.batches)
-        require_packable(job.rounding, rounded, formats, job.linears(index))
-        require_no_new_bias(job.rounding, block, job)
-        decided = (
-            (f"the {part} of {name}", tensor)
-            for name, one in rounded.items()
-            for part, tensor in {"codes": one.codes, **one.params}.items()
-        )
-        require_same_on_ranks(job.rounding, "round", index, decided)
+        with quantized_kv(block, job.format.kv, constants):
+            rounded = self._rounded(block, formats)
         if errors := weight_errors(rounded):
             notes.setdefault(job.rounding.name, errors)
         for method, noted in notes.items():
@@ -263,6 +250,25 @@ class BuiltBlocks:
         for transform in transforms:
             with phase("search"), naming_too_large(block, self.job):
                 apply(transform, block, self.batches, self.job)
+
+    def _rounded(self, block: Block, formats: Mapping[str, LinearFormat]) -> dict[str, Rounded]:
+        """What the rounding makes of the linears of ``block``, checked before it is packed."""
+        job, rounding = self.job, self.job.rounding
+        with (
+            phase("rounding"),
+            naming_too_large(block, job),
+            running_method(rounding, "round", block.index),
+        ):
+            rounded = rounding.round(block, self.batches)
+        require_packable(rounding, rounded, formats, job.linears(block.index))
+        require_no_new_bias(rounding, block, job)
+        decided = (
+            (f"the {part} of {name}", tensor)
+            for name, one in rounded.items()
+            for part, tensor in {"codes": one.codes, **one.params}.items()
+        )
+        require_same_on_ranks(rounding, "round", block.index, decided)
+        return rounded
 
     def blocks(self, *, backwards: bool = False) -> Iterator[Block]:
         """Each block after the job's transforms, from the first or from the last."""
