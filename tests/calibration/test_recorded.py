@@ -90,7 +90,7 @@ def test_routed_experts_wait_and_are_not_recorded(blocks: Any) -> None:
     "options",
     [{"weight_lr": 0.05}, {"weight_lr": 0.05, "decay": False, "loss": "cosine"}, {"weight_lr": 0}],
 )
-def test_a_recorded_lesson_is_the_lesson(name: str, options: dict[str, Any]) -> None:
+def test_recorded_iterations_learn_the_same(name: str, options: dict[str, Any]) -> None:
     block, batches = random_block(get(name), (32,) * 6, hidden_size=128, num_attention_heads=2)
     block.module.cuda()
     curves, graphs = [], []

@@ -14,7 +14,7 @@ from qtool.calibration.forwards import run
 from qtool.calibration.kv.cache import kv_constants, quantized_kv
 from qtool.calibration.options import check_options
 from qtool.calibration.reference import Reference
-from qtool.calibration.rounding.distill.distill import Distill, Lesson, iterations
+from qtool.calibration.rounding.distill.distill import Distill, Distillation, iterations
 from qtool.calibration.rounding.distill.learned_linear import LearnedLinear
 from qtool.calibration.rounding.gptq import rounding as gptq_rounding
 from qtool.calibration.rounding.rounded import Rounded
@@ -87,13 +87,13 @@ def test_steps_decay_to_nothing_or_stay(
 def test_a_block_that_writes_to_its_input_sees_it_whole_each_time(
     block: tuple[Block, list],
 ) -> None:
-    lesson = Lesson(Distill(**QUICK), *block)
+    distillation = Distillation(Distill(**QUICK), *block)
 
     def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         inputs[0].add_(1.0)
 
-    lesson.student.module.register_forward_pre_hook(add)
-    first, second = (lesson.loss(lesson.given(0)).item() for _ in range(2))
+    distillation.student.module.register_forward_pre_hook(add)
+    first, second = (distillation.loss(distillation.given(0)).item() for _ in range(2))
     assert first == second
 
 

@@ -113,25 +113,25 @@ class Distill(Rounding):
     def round(self, block: Block, batches: Sequence[Batch]) -> dict[str, Rounded]:
         if not block.schemes:
             return {}
-        lesson = Lesson(self, block, batches)
+        distillation = Distillation(self, block, batches)
         for start in STARTS:  # these codes are not written; gptq rounds starved experts by rtn
             block.notes.pop(start, None)
         # Adam's steps do not depend on a factor of all gradients: this one lifts them above Adam's
         # epsilon and into the range of float16
         gradient_scale = self.batch * batch_shapes(batches)[0][1] * block.config.hidden_size
-        optimizer = self.optimizer(lesson.linears)
-        steps, last = max(1, self.epochs * len(lesson.train)), 0.0 if self.decay else 1.0
+        optimizer = self.optimizer(distillation.linears)
+        steps, last = max(1, self.epochs * len(distillation.train)), 0.0 if self.decay else 1.0
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, last, total_iters=steps)
         random = torch.Generator().manual_seed(self.seed + block.index)
-        curve, best = [lesson.validate()], lesson.rounded()
-        learn = lesson.learner(optimizer, gradient_scale)
+        curve, best = [distillation.validate()], distillation.rounded()
+        learn = distillation.learner(optimizer, gradient_scale)
         for _ in range(self.epochs):
-            for i in torch.randperm(len(lesson.train), generator=random).tolist():
-                learn(lesson.given(lesson.train[i]))
+            for i in torch.randperm(len(distillation.train), generator=random).tolist():
+                learn(distillation.given(distillation.train[i]))
                 schedule.step()
-            curve.append(lesson.validate())
+            curve.append(distillation.validate())
             if curve[-1] < min(curve[:-1]):
-                best = lesson.rounded()
+                best = distillation.rounded()
         block.notes[self.name] = {"loss": curve, "epoch": curve.index(min(curve))}
         return best
 
@@ -226,7 +226,7 @@ class Distill(Rounding):
         )
 
 
-class Lesson:
+class Distillation:
     """A student block, and the float block's outputs that it learns to give.
 
     Attributes:
