@@ -523,6 +523,7 @@ def test_keywords_are_the_fields_of_the_options() -> None:
         (qtool.quantize, {"calibration": torch.zeros(0, 4).long()}, r"token ids of shape \[0, 4\]"),
         (qtool.plan, {"gpus": 0}, "--gpus 0: a whole number of at least 1"),
         (qtool.plan, {"device": "tpu"}, "a plan is of cuda or cpu"),
+        (qtool.plan, {"device": "cpu", "gpus": 2}, "--gpus 2 needs --device cuda; --device cpu is"),
     ],
 )
 def test_a_value_that_an_option_cannot_have(

@@ -191,7 +191,7 @@ def require_devices(device: str, gpus: int) -> None:
     if device not in ("cuda", "cpu"):
         raise QtoolError(f"--device {device!r}: a plan is of cuda or cpu")
     if gpus > 1 and device != "cuda":
-        raise QtoolError(f"--gpus {gpus} and --device {device}: GPUs are counted with cuda")
+        raise QtoolError(f"--gpus {gpus} needs --device cuda; --device {device} is given")
 
 
 def _uncalibrated(job: Job, weights: int, device: torch.device, gpus: int) -> dict[str, Any]:
