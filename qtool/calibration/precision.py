@@ -34,7 +34,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def coarse_product(a: Tensor, b: Tensor) -> Tensor:
     """As :func:`product`, but a GPU rounds the operands to TF32: each term is 3e-4 off.
 
-    A third of the time; for sums of errors that only move what is rounded next.
+    It takes a third of the time, and serves sums of errors, which only move what is rounded next.
     """
     with tensor_cores():
         return by_rows(lambda rows: rows @ b, a)

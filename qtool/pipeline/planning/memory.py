@@ -43,7 +43,8 @@ CACHE_SHARE = 0.6
 #: share of a GPU's memory for the weights of the model that continues pieces; a larger model is
 #: rounded to ROUNDED_SCHEME
 WEIGHTS_SHARE = 0.7
-#: its 16-bit activations hold any outliers, and its kernels run on every GPU
+#: the scheme of such a rounded model: its 16-bit activations hold any outliers, and its kernels run
+#: on every GPU
 ROUNDED_SCHEME = "w4a16"
 
 

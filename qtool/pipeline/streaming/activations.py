@@ -1,8 +1,9 @@
 """Keeps calibration activations between two blocks: on the device, on the host, or in a file.
 
-Only they grow with the number of calibration tokens: tokens x hidden size in the dtype of forwards,
-and further tensors that the model's blocks pass on. A file is mapped into memory, allocated on disk
-in full before the first byte is used, and dropped from memory after each use.
+Of all that a run holds, only activations grow with the number of calibration tokens: tokens x
+hidden size in the dtype of forwards, and further tensors that the model's blocks pass on. A file is
+mapped into memory, allocated on disk in full before the first byte is used, and dropped from memory
+after each use.
 """
 
 import mmap

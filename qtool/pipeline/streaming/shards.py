@@ -1,6 +1,6 @@
 """The block loop: makes the missing shards and hands them to the writer.
 
-A shard counts once its record is on disk.
+A shard is finished when its record is on disk.
 
 Embedding and head, on which no block depends, are written first, while the first blocks are made. A
 resumed run starts at the newest block whose inputs are on disk. A later block that is already

@@ -68,7 +68,7 @@ class Distill(Rounding):
         scale_lr: Adam's learning rate for the logarithm of the scales and for clipping bounds, in
             shares of a group's width.
         decay: let both learning rates fall linearly to 0 at the last iteration; APEX4's stay.
-        seed: of the order of the batches.
+        seed: seed of the order of the batches.
     """
 
     start: str = "rtn"

@@ -85,7 +85,7 @@ class GptqOptions:
         stream: share of what the residual stream lacks that the target makes up for too, if
             ``residual`` is above 0. Weights' errors depend on the input and can be made up for; the
             errors of activations do not, and fitting them adds noise.
-        rounds: of least-squares scales and coordinate descent after the GPTQ pass.
+        rounds: number of rounds of least-squares scales and coordinate descent after the GPTQ pass.
         largest_token: for linears that write to the residual stream, a token larger in it than so
             many times the median of its batch counts as the median
             (:mod:`qtool.calibration.outliers`); 0: all as they are.
