@@ -1,14 +1,16 @@
 """Hadamard matrices of all orders that models need, and the randomized rotation made from them.
 
-A Hadamard matrix is ``H [n, n]`` of +-1 with ``H H^T = n I``. Dense ones are constructed: Paley I
-(``q + 1``, q a prime power, q = 3 mod 4), Paley II (``2 (q + 1)``, q = 1 mod 4), Williamson (``4
-m`` from four symmetric circulants with ``A A^T + B B^T + C C^T + D D^T = 4 m I``). Every other
-order is a Kronecker product of those. The rotation of QuaRot (Ashkboos et al., 2024) is ``Q = H
-diag(s) / sqrt(n)`` with random signs ``s``; ``x Q`` costs ``n (d1 + d2 + ...)`` for factors d_i.
+A Hadamard matrix is ``H [n, n]`` of +-1 with ``H H^T = n I``. Dense ones are constructed: Sylvester
+(a power of two), Paley I (``q + 1``, q a prime power, q = 3 mod 4), Paley II (``2 (q + 1)``, q = 1
+mod 4), Williamson (``4 m`` from four symmetric circulants with ``A A^T + B B^T + C C^T + D D^T = 4
+m I``). Every other order is a Kronecker product of those. The rotation of QuaRot (Ashkboos et al.,
+2024) is ``Q = H diag(s) / sqrt(n)`` with random signs ``s``; ``x Q`` costs ``n (d1 + d2 + ...)``
+for factors d_i.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -129,9 +131,9 @@ def factors(n: int) -> tuple[int, ...] | None:
         return (n,)
     if n % 4:
         return None
-    best: tuple[int, ...] | None = (n,) if _constructible(n) else None
+    best: tuple[int, ...] | None = (n,) if construction(n) else None
     for d in range(2, n // 2 + 1):
-        if n % d == 0 and _constructible(d):
+        if n % d == 0 and construction(d):
             rest = factors(n // d)
             if rest is not None and (best is None or _cost(d, *rest) < _cost(*best)):
                 best = (d, *rest)
@@ -142,35 +144,36 @@ def _cost(*orders: int) -> int:
     return sum(orders) + PASS_COST * len(orders)
 
 
-def _constructible(n: int) -> bool:
-    """Whether :func:`dense` can build order ``n`` in one piece."""
+def construction(n: int) -> Callable[[], Tensor] | None:
+    """What makes a Hadamard matrix of order ``n`` in one piece; None: no construction here."""
     if n & (n - 1) == 0:
-        return True
-    return _paley_one(n) or _paley_two(n) or (n % 4 == 0 and n // 4 in WILLIAMSON)
-
-
-def _paley_one(n: int) -> bool:
-    return n % 4 == 0 and prime_power(n - 1) is not None
-
-
-def _paley_two(n: int) -> bool:
-    return n % 4 == 0 and (n // 2 - 1) % 4 == 1 and prime_power(n // 2 - 1) is not None
+        return partial(sylvester, n)
+    if n % 4:
+        return None
+    if prime_power(n - 1):
+        return partial(paley_one, n - 1)
+    if n // 4 in WILLIAMSON:
+        return partial(williamson, n // 4)
+    return partial(paley_two, n // 2 - 1) if n % 8 == 4 and prime_power(n // 2 - 1) else None
 
 
 @lru_cache(maxsize=64)
 def dense(n: int) -> Tensor:
-    """A verified Hadamard matrix of order ``n`` that is no Kronecker product."""
-    if n & (n - 1) == 0:
-        matrix = torch.ones(1, 1, dtype=torch.int8)
-        for _ in range(n.bit_length() - 1):
-            matrix = torch.kron(matrix, torch.tensor([[1, 1], [1, -1]], dtype=torch.int8))
-    elif n // 4 in WILLIAMSON and not _paley_one(n):
-        matrix = williamson(n // 4)
-    else:
-        matrix = paley_one(n - 1) if _paley_one(n) else paley_two(n // 2 - 1)
+    """The Hadamard matrix of order ``n`` by its :func:`construction`, verified."""
+    make = construction(n)
+    assert make is not None
+    matrix = make()
     square = matrix.double() @ matrix.double().T
     if not torch.equal(square, n * torch.eye(n, dtype=torch.float64)):
         raise AssertionError(f"the construction of order {n} is not a Hadamard matrix")
+    return matrix
+
+
+def sylvester(n: int) -> Tensor:
+    """Order ``n``, a power of two: Kronecker products of ``[[1, 1], [1, -1]]``."""
+    matrix = torch.ones(1, 1, dtype=torch.int8)
+    for _ in range(n.bit_length() - 1):
+        matrix = torch.kron(matrix, torch.tensor([[1, 1], [1, -1]], dtype=torch.int8))
     return matrix
 
 
