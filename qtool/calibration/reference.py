@@ -64,8 +64,8 @@ class Reference:
     """
 
     block: Block
-    batches: dict[int, Batch] = field(default_factory=dict)
-    before_change: Callable[[], None] | None = None
+    batches: dict[int, Batch]
+    before_change: Callable[[], None] | None
     moves_on: bool = field(default=False, init=False)
     moved: dict[int, tuple[Tensor, torch.dtype]] = field(default_factory=dict, init=False)
     watched: Sequence[str] = field(default=(), init=False)

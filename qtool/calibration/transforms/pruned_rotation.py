@@ -95,11 +95,8 @@ def learn_to_prune(of_norms: Sequence[Readers], steps: int, keeps_ones: bool = F
     """``Q [K, K]``, float64; ``keeps_ones`` is as in :func:`~.learned_rotation.descend`."""
     inverse = of_norms[0].inverse
     start = torch.eye(len(inverse), device=inverse.device)[None]
-
-    def of_step(q: Tensor, step: int) -> Tensor:
-        return gradient(of_norms, q[0], step)[None]
-
-    return descend(start, steps, of_step, keeps_ones)[0]
+    found = descend(start, steps, lambda q, n: gradient(of_norms, q[0], n)[None], keeps_ones)
+    return found[0]
 
 
 def gradient(of_norms: Sequence[Readers], q: Tensor, step: int) -> Tensor:
