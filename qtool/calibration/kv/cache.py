@@ -146,7 +146,6 @@ def quantized_kv(block: Block, kv: str | None, stored: Mapping[str, Tensor]) -> 
     Args:
         stored: tensors by their name within the block, including :func:`kv_constants`.
     """
-    kv_tensors(kv, block.family, block.config)  # refuses a quantizer that the model cannot have
     if kv is None or (cache := block.family.kv_cache) is None:
         yield
         return
