@@ -82,6 +82,12 @@ class Clip(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
+        self._choose_by_layer(block, batches)
+        if self.sequences and block.family.attention is not None:
+            self._choose_by_block(block, subset(batches, self.sequences))
+
+    def _choose_by_layer(self, block: Block, batches: Sequence[Batch]) -> None:
+        """Choose the clips of all linears by the errors of their own outputs."""
         # in a permuted group only quantized linears read their input in the new order
         first = {
             name: next(
@@ -112,16 +118,12 @@ class Clip(Transform):
                 "error": least,
                 "error_unclipped": unclipped,
             }
-        if self.sequences:
-            self._choose_by_block(block, subset(batches, self.sequences))
 
     def _choose_by_block(self, block: Block, batches: Sequence[Batch]) -> None:
         """Choose the clips of q_proj and k_proj by the block's output error.
 
         The candidates are the layer's own choice and one ratio for all rows.
         """
-        if block.family.attention is None:
-            return
         owners = dict.fromkeys(
             block.family.owner(x) for x in (block.attention.q, block.attention.k)
         )
