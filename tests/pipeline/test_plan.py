@@ -240,6 +240,15 @@ def test_keys_are_observed_as_often_as_planned(samples: int, make_model: MakeMod
     assert more == block_work(plain, 0, samples, 8).forward_flops + shape.forward_flops()
 
 
+def test_a_search_by_the_blocks_output_costs_nothing_without_attention() -> None:
+    shape = block_shape(Job.of(config_of("llama-tiny", 1), GPTQ), 0, 16, 256)
+    without = replace(shape, family=replace(shape.family, attention=None))
+    by_block, by_layer = (clip.Clip(sequences=sequences) for sequences in (8, 0))
+    assert by_block.work(without) == by_layer.work(without)
+    more = by_block.work(shape).forward_flops - by_layer.work(shape).forward_flops
+    assert more == pytest.approx(13 * shape.forward_flops() / 2)  # of half the sequences
+
+
 def test_the_inputs_of_all_experts_cost_one_forward(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,10 +151,10 @@ class Clip(Transform):
     def work(self, block: BlockShape) -> Work:
         ratios = len(self.ratios)
         tried, judged = 2 * ratios + 1, ratios + 1  # errors of single groups need no outputs
+        attends = block.family.attention is not None
+        few = attends * min(1.0, self.sequences / block.samples)
         return super().work(block) + Work(
-            forward_flops=(ratios + 2)
-            * min(1.0, self.sequences / block.samples)
-            * block.forward_flops(),
+            forward_flops=few * (ratios + 2) * block.forward_flops(),
             search_weights=tried * block.weights,
             search_flops=2 * self.tokens * judged * block.weights,
             search_tries=tried * block.searched(block.family.groups, self.tokens)[0],
