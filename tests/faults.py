@@ -690,8 +690,8 @@ FAULTS = [
         ),
         (
             "qtool/calibration/rounding/rounded.py",
-            "x = x[..., permutation]",
-            "x = x[..., permutation.argsort()]",
+            "x = x.index_select(-1, permutation)",
+            "x = x.index_select(-1, permutation.argsort())",
             "tests/calibration/rounding/test_distill.py",
         ),
         # calibration: transforms
