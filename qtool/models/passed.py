@@ -17,7 +17,7 @@ from qtool.units import whole_number
 def as_arguments(passed: Mapping[str, Tensor], passes: Mapping[str, int]) -> dict[str, Any]:
     """The arguments of a block that ``passed`` are: new mappings, which the block may write to."""
     found: dict[str, Any] = {name: None if place else {} for name, place in passes.items()}
-    for path in sorted(passed):
+    for path in sorted(passed, key=lambda path: (len(path), path)):  # 2 before 10
         name, *rest = path.split(".")
         if rest:
             number = whole_number(rest[0])  # of a block

@@ -134,6 +134,12 @@ def test_a_mapping_by_numbers_of_blocks_or_by_their_kinds_comes_back() -> None:
     assert as_arguments(handed_on((), given, {"shared": 0}), {"shared": 0}) == given
 
 
+def test_a_mapping_of_long_tuples_comes_back_in_order() -> None:
+    tensors = tuple(torch.tensor(float(number)) for number in range(12))
+    passed = handed_on((), {"shared": {"full": tensors}}, {"shared": 0})
+    assert as_arguments(passed, {"shared": 0}) == {"shared": {"full": tensors}}
+
+
 @pytest.mark.parametrize("place", ["device", "disk"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_resumed_run_finds_it_on_disk(
