@@ -15,7 +15,7 @@ def bytes_text(nbytes: float) -> str:
     for size, unit in ((1e9, "GB"), (1e6, "MB")):
         if nbytes >= 0.9995 * size:
             value = nbytes / size
-            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
     return f"{nbytes / 1e3:.0f} kB"
 
 

@@ -865,7 +865,10 @@ def test_sizes_that_no_model_has_are_refused_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 kB"), (1500, "2 kB"), (999_600, "1.00 MB"), (15.23e6, "15.2 MB"), (1e9, "1.00 GB")],
+    [
+        *((0, "0 kB"), (1500, "2 kB"), (999_600, "1.00 MB"), (15.23e6, "15.2 MB")),
+        *((1e9, "1.00 GB"), (9.996e9, "10.0 GB"), (99.96e9, "100 GB")),
+    ],
 )
 def test_byte_counts_have_three_digits(nbytes: float, text: str) -> None:
     assert bytes_text(nbytes) == text
