@@ -168,13 +168,13 @@ def graph_decoding(model: PreTrainedModel) -> bool:
 
     @wraps(generate)
     def generate_statically(
-        self: Any, inputs: Any = None, generation_config: Any = None, **kwargs: Any
+        self: Any, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         settings = generation_config or self.generation_config
         chosen = [kwargs.get(name, getattr(settings, name, None)) for name in OWN_CACHE]
         if all(choice is None for choice in chosen) and kwargs.get("use_cache") is not False:
             kwargs["cache_implementation"] = "static"
-        return generate(self, inputs, generation_config, **kwargs)
+        return generate(self, inputs, generation_config, *args, **kwargs)
 
     model.forward = MethodType(forward, model)
     model.generate = MethodType(generate_statically, model)  # type: ignore[assignment]

@@ -21,6 +21,7 @@ from transformers import (
     Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GenerationConfig,
     Glm4Config,
     GraniteConfig,
     LlamaConfig,
@@ -206,6 +207,16 @@ def test_other_ways_to_generate(how: dict[str, Any], recorded: list[str]) -> Non
     graph_decoding(model)
     assert torch.equal(written(), expected)
     assert model.generation_config.cache_implementation is None
+
+
+def test_generate_takes_the_positional_arguments_of_transformers(recorded: list[str]) -> None:
+    model = model_of(LlamaConfig)
+    config = GenerationConfig(do_sample=False, max_new_tokens=6, pad_token_id=0)
+    given = PROMPTS, config, [lambda ids, scores: -scores]
+    expected = model.generate(*given, attention_mask=PADDED)
+    graph_decoding(model)
+    assert torch.equal(model.generate(*given, attention_mask=PADDED), expected)
+    assert "replay" in recorded
 
 
 def test_a_step_may_leave_its_positions_to_the_model(recorded: list[str]) -> None:
