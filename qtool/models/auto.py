@@ -11,6 +11,9 @@ from qtool import plugins
 from qtool.errors import QtoolError, in_one_line
 from qtool.models import family_of
 
+#: what fails where transformers refuses a config.json, for :func:`running`
+CANNOT_MAKE = "transformers cannot make the model of config.json"
+
 
 def float_config(directory: Path) -> Any:
     """:func:`config_of` the model before it was quantized."""
@@ -30,10 +33,8 @@ def config_of(directory: Path) -> Any:
     import transformers
 
     plugins.load()  # one may hold the model's class
-    try:
+    with running(fails=CANNOT_MAKE):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # whatever a model's own code raises
-        raise QtoolError(refusal(error)) from error
     _require_architectures(config)
     return config
 
@@ -59,14 +60,6 @@ def _require_architectures(config: Any) -> None:
         )
 
 
-def refusal(error: Exception) -> str:
-    """A sentence on what transformers raised for a config.json."""
-    return (
-        "transformers cannot make the model of config.json"
-        f" ({type(error).__name__}: {in_one_line(error)})"
-    )
-
-
 @contextmanager
 def running(
     advice: str = "",
@@ -74,7 +67,7 @@ def running(
     fails: str = "transformers cannot run the model of config.json",
     kind: type[QtoolError] = QtoolError,
 ) -> Iterator[None]:
-    """Put what a model's own forward raises while open into a sentence, with ``advice`` after it.
+    """Put what a model's own code raises while open into a sentence, with ``advice`` after it.
 
     Raises:
         kind: what ``fails``, and what it says.

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from qtool.errors import QtoolError
-from qtool.models.auto import auto_class, refusal, running
+from qtool.models.auto import CANNOT_MAKE, auto_class, running
 from qtool.models.cache_argument import CACHE
 from qtool.models.conv1d import replace_conv1d
 from qtool.models.experts import separate_experts
@@ -54,11 +53,8 @@ def empty_model(
     """
     from accelerate import init_empty_weights
 
-    try:
-        with init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
-    except Exception as error:  # whatever a model's own code raises
-        raise QtoolError(refusal(error)) from error
+    with running(fails=CANNOT_MAKE), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     return model
 
 
