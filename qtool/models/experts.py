@@ -134,14 +134,17 @@ def gated(stacked: Any, gate: Tensor | None, up: Tensor) -> Tensor:
     """The input of down, ``[T, I]`` each, by the stack's own function."""
     if gate is None:
         return stacked.act_fn(up)
-    own = getattr(stacked, "_apply_gate", None)
-    if own is None or own.__name__ == "_default_apply_gate":
-        product = stacked.act_fn(gate) * up
-    elif Form.of(stacked).interleaved:
-        product = own(torch.stack([gate, up], -1).flatten(-2))
-    else:
-        product = own(torch.cat([gate, up], -1))
-    return product
+    if (own := own_gate(stacked)) is None:
+        return stacked.act_fn(gate) * up
+    if Form.of(stacked).interleaved:
+        return own(torch.stack([gate, up], -1).flatten(-2))
+    return own(torch.cat([gate, up], -1))
+
+
+def own_gate(stacked: Any) -> Callable[[Tensor], Tensor] | None:
+    """The stack's function of gate and up; None for the common one, ``act_fn(gate) * up``."""
+    gate = getattr(stacked, "_apply_gate", None)
+    return None if gate is None or gate.__name__ == "_default_apply_gate" else gate
 
 
 def expert_tensors(stacked: Any) -> list[dict[str, Tensor]]:

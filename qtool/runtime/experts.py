@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from qtool.format import LinearFormat
-from qtool.models.experts import Form, SeparateExperts, is_routed
+from qtool.models.experts import Form, SeparateExperts, is_routed, own_gate
 from qtool.runtime.dispatch import ExpertsCall, Kernel
 from qtool.runtime.linear import QuantLinear
 
@@ -129,11 +129,8 @@ def _can_be_grouped(experts: SeparateExperts) -> bool:
     from qtool.kernels.experts.route import MOST_EXPERTS
 
     stacked: Any = experts.stacked
-    gate = getattr(stacked, "_apply_gate", None)
-    silu_up = type(getattr(stacked, "act_fn", None)).__name__ in SILU and (
-        gate is None or gate.__name__ == "_default_apply_gate"
-    )
-    if not (silu_up and is_routed(stacked) and Form.of(stacked).gate):
+    silu = type(getattr(stacked, "act_fn", None)).__name__ in SILU and own_gate(stacked) is None
+    if not (silu and is_routed(stacked) and Form.of(stacked).gate):
         return False
     alike = all(_are_alike(_linears(experts, roles)) for roles in (("gate", "up"), ("down",)))
     return alike and len(experts) <= MOST_EXPERTS
