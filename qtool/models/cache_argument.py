@@ -8,6 +8,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 OLDER = "past_key_values"
 #: transformers renamed it with 5.24, and takes the older name too until 5.40
 CACHE = "cache" if "cache" in {f.name for f in fields(BaseModelOutputWithPast)} else OLDER
+#: names that a block's argument for the cache has
+BLOCK_ARGUMENTS = (CACHE, "layer_past", "past_key_value")
 
 
 def with_cache_renamed(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qtool.models.auto import CANNOT_MAKE, auto_class, running
-from qtool.models.cache_argument import CACHE
+from qtool.models.cache_argument import BLOCK_ARGUMENTS
 from qtool.models.conv1d import replace_conv1d
 from qtool.models.experts import separate_experts
 from qtool.models.family import Family
@@ -95,7 +95,7 @@ def release(module: nn.Module) -> None:
 
 
 #: block arguments that belong to generation, not to a calibration forward
-CACHE_ARGUMENTS = frozenset({CACHE, "layer_past", "past_key_value", "use_cache", "cache_position"})
+CACHE_ARGUMENTS = frozenset({*BLOCK_ARGUMENTS, "use_cache", "cache_position"})
 
 
 class _LastBlock(Exception):

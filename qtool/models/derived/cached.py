@@ -24,14 +24,12 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
-from qtool.models.cache_argument import CACHE
+from qtool.models.cache_argument import BLOCK_ARGUMENTS, CACHE
 from qtool.models.derived.forward import few_ids, on_random_numbers
 from qtool.models.derived.recorded import SHAPE, Recorded
 from qtool.models.experts import is_experts
 from qtool.models.parts import KVCache
 
-#: names that a block's argument for the KV cache has
-ARGUMENTS = (CACHE, "layer_past", "past_key_value")
 #: the attributes that tensors of a quantized cache become (:mod:`qtool.runtime.packed_kv`)
 #: what transformers has in a cache for a block whose keys and values can be replaced
 LAYERS = (
@@ -154,4 +152,4 @@ def _argument(block: nn.Module) -> str:
     """The block's argument for the cache; empty if it has none."""
     known = inspect.signature(type(block).forward).parameters
     others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    return next((name for name in ARGUMENTS if name in known), ARGUMENTS[0] if others else "")
+    return next((name for name in BLOCK_ARGUMENTS if name in known), CACHE if others else "")
