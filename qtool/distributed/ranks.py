@@ -78,7 +78,7 @@ def process_group(device: str) -> Iterator[str]:
         QtoolError: the ranks cannot share the device, or no launcher started them.
     """
     global _world
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if watch.is_alone():
         with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
             # "cuda" is the caller's current GPU, but in every other thread it would be GPU 0
             yield f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device

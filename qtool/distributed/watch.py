@@ -132,15 +132,19 @@ def fail() -> bool:
     return is_first_rank()  # all ranks fail alike before they have met
 
 
+def is_alone() -> bool:
+    """Whether no launcher such as torchrun started other ranks, by its environment."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 def is_first_rank() -> bool:
     """Whether this process is rank 0 or alone, by torchrun's environment, or has no valid rank."""
-    rank = os.environ.get("RANK", "0")
-    return os.environ.get("WORLD_SIZE", "1") == "1" or not whole_number(rank)
+    return is_alone() or not whole_number(os.environ.get("RANK", "0"))
 
 
 def leave(code: int) -> NoReturn:
     """End the process; with several ranks at once, since threads of collectives may still run."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if not is_alone():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
