@@ -78,6 +78,9 @@ from qtool.models.derived.whole import whole_family
 from qtool.models.family import Family
 from qtool.models.torch_defaults import torch_defaults
 
+#: keys of a config.json that say nothing of the model's structure
+BESIDE_STRUCTURE = ("quantization_config", "_name_or_path", "auto_map")
+
 
 def derive(config: Mapping[str, Any]) -> Family:
     """The family of the model of a config.json, at its sizes.
@@ -94,20 +97,25 @@ def built(config: Mapping[str, Any]) -> Any:
     Raises:
         QtoolError: transformers cannot build it.
     """
-    with torch_defaults():
-        return build(json.loads(_text(config), object_hook=_number))
+    return _built(_text(config))
 
 
 def _text(config: Mapping[str, Any]) -> str:
-    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "_name_or_path")}
+    """``config`` as JSON, without :data:`BESIDE_STRUCTURE`."""
+    plain = {k: v for k, v in config.items() if k not in BESIDE_STRUCTURE}
     return json.dumps(plain, sort_keys=True, default=str)
+
+
+def _built(config: str) -> Any:
+    with torch_defaults():
+        return build(json.loads(config, object_hook=_number))
 
 
 @lru_cache(maxsize=8)
 def _derived(config: str) -> Family:
     try:
         with torch_defaults():
-            return whole_family(RecordedModel(record(built(json.loads(config)))))
+            return whole_family(RecordedModel(record(_built(config))))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QtoolError(f"its structure is not understood ({error})") from error
 

@@ -1,6 +1,5 @@
 """transformers' model of a config.json, without numbers."""
 
-import copy
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -28,6 +27,8 @@ MOST_ELEMENTS = 1 << 16
 def build(config: Mapping[str, Any]) -> Any:
     """transformers' model of a config.json, on ``meta``, in eval mode.
 
+    It may change ``config``.
+
     Raises:
         QtoolError: transformers has no such model, or cannot build this one.
     """
@@ -35,9 +36,8 @@ def build(config: Mapping[str, Any]) -> Any:
     from accelerate import init_empty_weights
     from transformers.initialization import no_init_weights
 
-    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "auto_map")}
     try:
-        made = transformers.AutoConfig.for_model(**copy.deepcopy(plain))
+        made = transformers.AutoConfig.for_model(**config)
         if made.is_encoder_decoder or made.get_text_config(decoder=True).is_encoder_decoder:
             raise QtoolError(ENCODER_DECODER)
         _require_counts(made.get_text_config())
