@@ -146,10 +146,9 @@ class Calls:
         recorder = self.recorder
         if args and isinstance(args[0], Tensor) and not args[0].is_floating_point():
             self.found.active_experts = args[0].shape[-1]
+        out = torch.empty_like(hidden)
         if not recorder.muted:
             read = Read(name, name, recorder.value_id(hidden), recorder.of(hidden))
             recorder.trace.experts[name] = read
-        out = torch.empty_like(hidden)
-        if not recorder.muted:
             recorder.produce(name, out)
         return out
