@@ -87,13 +87,12 @@ class QuantCacheLayer(DynamicLayer):
         repeats = key_states.shape[1] // self.heads
         keys.store(key_states[:, ::repeats])
         values.store(value_states[:, ::repeats])
-        if repeats > 1:
-            return keys.read().repeat_interleave(repeats, 1), values.read().repeat_interleave(
-                repeats, 1
-            )
-        if self.hands_packed and kernel_reads(keys, key_states):
+        if self.hands_packed and repeats == 1 and kernel_reads(keys, key_states):
             return keys, values
-        return keys.read(), values.read()
+        found = [keys.read(), values.read()]
+        if repeats > 1:
+            found = [x.repeat_interleave(repeats, 1) for x in found]
+        return found[0], found[1]
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
