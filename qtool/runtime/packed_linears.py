@@ -28,11 +28,7 @@ class PackedLinears:
     def of(self, name: str) -> LinearFormat | None:
         """The format of the linear ``name`` of the checkpoint, None if it has 16 bits."""
         block, within = self.family.place(name)
-        if (
-            block is None
-            or not 0 <= block < len(self._linears)
-            or within not in self._linears[block]
-        ):
+        if block is None or block >= len(self._linears) or within not in self._linears[block]:
             return None
         return self.format.of(name)
 
