@@ -66,7 +66,8 @@ class QtoolQuantizer(HfQuantizer):
             require_intact(directory)
         replace_conv1d(model)
         separate_experts(model)
-        self.own_names = (family := family_of(model.config)).experts is not None or family.derived
+        family = family_of(model.config)
+        self.own_names = family.derived or family.experts is not None
         if kv := self.quantization_config.format.kv:
             quantize_kv(model, kv)
             for file in files:
