@@ -278,9 +278,8 @@ class OrderedSum:
             max(count, room) if _world.size == 1 else _world.size * share, device=device
         )
         self._own = torch.zeros(share, device=device) if _world.size > 1 else None
-        self._sent: tuple[Any, Tensor, Tensor] | None = (
-            None  # the running exchange, and the tensors that it sends and receives
-        )
+        #: the running exchange, and the tensors that it sends and receives
+        self._sent: tuple[Any, Tensor, Tensor] | None = None
 
     @property
     def tensor(self) -> Tensor:
