@@ -149,11 +149,9 @@ def require_names(name: str, value: object) -> list[str]:
     Raises:
         QtoolError: it is neither a name nor a list of names; naming it.
     """
-    names = [value] if isinstance(value, str | PathLike) else value
-    if not isinstance(names, Iterable) or isinstance(names, Mapping):
-        raise QtoolError(
-            f"{name} {in_one_line(repr(value))}: a name or a list of names is expected"
-        )
+    names: Iterable[object] = [value]
+    if isinstance(value, Iterable) and not isinstance(value, str | PathLike | Mapping):
+        names = value
     found: list[str] = []
     for one in names:
         if not isinstance(one, str | PathLike):
