@@ -276,16 +276,16 @@ class Family:
             raise QtoolError(f"{heads.query} attention heads cannot be split over {ranks} GPUs")
         if self.attention and max(heads.kv, ranks) % min(heads.kv, ranks):
             raise QtoolError(f"{heads.kv} kv heads cannot be split over {ranks} GPUs")
+        keys_and_values = {self.attention.k, self.attention.v} if self.attention else set()
         split = {}
         for group in self.groups:
             for linear in group.linears:
-                split[linear] = (1, ranks) if group.writes_residual else (ranks, 1)
-        for linear in split:
-            if linear.endswith((".q_a_proj", ".kv_a_proj_with_mqa")):  # of latent attention
-                split[linear] = (1, 1)
-        attention = self.attention
-        for linear in {attention.k, attention.v} & split.keys() if attention else ():
-            split[linear] = (min(ranks, heads.kv), 1)  # fewer kv heads than GPUs are replicated
+                if linear in keys_and_values:  # fewer kv heads than GPUs are replicated
+                    split[linear] = (min(ranks, heads.kv), 1)
+                elif linear.endswith((".q_a_proj", ".kv_a_proj_with_mqa")):  # latent attention
+                    split[linear] = (1, 1)
+                else:
+                    split[linear] = (1, ranks) if group.writes_residual else (ranks, 1)
         return split
 
     def group_of(self, linear: str) -> LinearGroup:
