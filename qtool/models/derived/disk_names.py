@@ -42,19 +42,17 @@ class DiskNames:
             return family
         prefix = f"{self.recorded.blocks}.{block}."
         own = family.experts.attribute
-        names = {n: d for n, d in self.names.items() if n.startswith(f"{prefix}{own}.")}
-        stack = f"{prefix}{own}.experts"
-        if stack not in names or not names[stack].endswith(".experts"):
+        module, stack = f"{prefix}{own}.", f"{prefix}{own}.experts"
+        if not self.names.get(stack, "").endswith(".experts"):
             return family
-        disk = names[stack].removeprefix(prefix).removesuffix(".experts")
-        tensors = {
-            n.removeprefix(prefix) for n in self.model.state if n.startswith(f"{prefix}{own}.")
-        }
-        for tensor in tensors:
-            if tensor.startswith(f"{own}.experts."):
-                continue
-            if names.get(prefix + tensor) != f"{prefix}{disk}{tensor[len(own) :]}":
-                return family
+        disk = self.names[stack].removeprefix(prefix).removesuffix(".experts")
+        others = (
+            tensor.removeprefix(module)
+            for tensor in self.model.state
+            if tensor.startswith(module) and not tensor.startswith(f"{stack}.")
+        )
+        if any(self.names.get(module + name) != f"{prefix}{disk}.{name}" for name in others):
+            return family
         alike = (n for n, like in enumerate(self.recorded.like) if like == block)
         prefixes = tuple(f"{self.recorded.blocks}.{n}.{own}." for n in alike)
         self.names = {n: d for n, d in self.names.items() if not n.startswith(prefixes)}
