@@ -1273,7 +1273,7 @@ def test_a_layout_a_family_a_method_a_format_and_a_kernel(
     column = DigitLayout(name="column-major-8", n="n", k="k", order="k, n")
     qtool.register_layout(column)
     qtool.register_family(dataclasses.replace(FAMILIES[0], model_types=("llama_of_mine",)))
-    assert family_of("llama_of_mine").blocks == "model.layers"
+    assert family_of({"model_type": "llama_of_mine"}).blocks == "model.layers"
 
     @dataclasses.dataclass
     class Halved(RoundToNearest):
@@ -1372,7 +1372,7 @@ def test_what_the_same_lines_make_again_takes_the_place_of_the_first() -> None:
     first = SCHEMES["mine"], KERNELS["mine", "rows-of-mine"], LAYOUTS["planes-of-mine"]
     families = len(FAMILIES)
     run()
-    assert SCHEMES["mine"] is not first[0] and family_of("mine").name == "Mine"
+    assert SCHEMES["mine"] is not first[0] and family_of({"model_type": "mine"}).name == "Mine"
     assert len(FAMILIES) == families and LAYOUTS["planes-of-mine"] is not first[2]
     (kernel,) = KERNELS["mine", "rows-of-mine"]
     assert kernel is not first[1][0]

@@ -163,7 +163,7 @@ def ours(native: Path) -> dict[str, Tensor]:
     """Our weights by name; the rows of a fused linear are in vLLM's order query, key, value."""
     checkpoint = Checkpoint(native)
     checkpoint_format = native_format(checkpoint.config)
-    family = family_of(checkpoint.config["model_type"])
+    family = family_of(checkpoint.config)
     settings: SimpleNamespace = family.settings(checkpoint.config)
     found = {}
     for name in packed_names(checkpoint):
@@ -181,7 +181,7 @@ def ours(native: Path) -> dict[str, Tensor]:
 def main(native: Path, exports: list[Path]) -> None:
     """Print a line for each export."""
     expected = ours(native)
-    experts = family_of(Checkpoint(native).config["model_type"]).experts
+    experts = family_of(Checkpoint(native).config).experts
     for directory in exports:
         quantization = Checkpoint(directory).config["quantization_config"]
         export = quantization.get("checkpoint_format") or quantization["quant_method"]

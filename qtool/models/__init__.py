@@ -48,27 +48,30 @@ def register_family(family: Family) -> None:
     FAMILIES.append(family)
 
 
-def family_of(model: str | Mapping[str, Any] | Any) -> Family:
+def _declared(model_type: str) -> Family | None:
+    return next((family for family in FAMILIES if model_type in family.model_types), None)
+
+
+def family_of(model: Mapping[str, Any] | Any) -> Family:
     """The family of a model: the declared one that covers it, else a derived one.
 
     Args:
-        model: a config.json, transformers' config object, or a ``model_type`` alone, for which only
-            a declared family is found.
+        model: a config.json, or transformers' config object.
 
     Raises:
         QtoolError: what the model is, and why there is no family.
     """
-    config = model if isinstance(model, (str, Mapping)) else model.to_dict()
-    model_type = config if isinstance(config, str) else str(config["model_type"])
-    for load in (lambda: None, plugins.load):  # then in other packages
-        load()
-        for family in FAMILIES:
-            if model_type in family.model_types:
-                return family
+    config = model if isinstance(model, Mapping) else model.to_dict()
+    model_type = str(config["model_type"])
+    if family := _declared(model_type):
+        return family
+    plugins.load()  # another package may declare it
+    if family := _declared(model_type):
+        return family
     from qtool.models.unsupported import why_unsupported  # asks transformers, which loads slowly
 
     reason = why_unsupported(model_type)
-    if not reason and not isinstance(config, str):
+    if not reason:
         from qtool.models.derived import derive
 
         try:
@@ -76,11 +79,10 @@ def family_of(model: str | Mapping[str, Any] | Any) -> Family:
         except QtoolError as error:
             reason = str(error)
     declared = ", ".join(t for family in FAMILIES for t in family.model_types)
-    quantized = {} if isinstance(config, str) else config.get("quantization_config")
+    quantized = config.get("quantization_config")
     made_with = plugins.made_with(quantized) if isinstance(quantized, Mapping) else ""
     raise QtoolError(
-        f"unsupported architecture {model_type!r}: {reason or 'no family declares it'}{made_with};"
-        f" declared are {declared}"
+        f"unsupported architecture {model_type!r}: {reason}{made_with}; declared are {declared}"
     )
 
 

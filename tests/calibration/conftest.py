@@ -155,7 +155,7 @@ def random_block(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
         parameter.data.normal_(std=0.1)
-    family = family_of("llama")
+    family = family_of({"model_type": "llama"})
     tokens = [torch.randint(61, (2, length)) for length in lengths]
     batches = first_inputs(model, family, tokens)
     module = model.get_submodule(family.blocks)[0]
@@ -168,7 +168,7 @@ def blocks() -> Callable[..., list[tuple[Block, list]]]:
 
     @torch.no_grad()
     def make(model: PreTrainedModel, scheme: Scheme | None = None) -> list[tuple[Block, list]]:
-        family = family_of(model.config.model_type)
+        family = family_of(model.config)
         separate_experts(model)
         scheme = scheme or get("w4a8-lqq", 32)
         batches, result = first_inputs(model, family, list(TOKENS.split(2))), []
@@ -190,7 +190,7 @@ def transformed(blocks) -> Callable[..., PreTrainedModel]:
     def apply(
         model: PreTrainedModel, transforms: Sequence[Transform], scheme: Scheme | None = None
     ) -> PreTrainedModel:
-        model, family = copy.deepcopy(model), family_of(model.config.model_type)
+        model, family = copy.deepcopy(model), family_of(model.config)
         separate_experts(model)
         if model.config.tie_word_embeddings:
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())

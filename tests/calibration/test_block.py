@@ -25,7 +25,7 @@ from tests.models.tiny import tiny_config
 @pytest.fixture
 def block_and_batch() -> tuple[Block, Batch]:
     torch.manual_seed(0)
-    config, family = LlamaConfig(**SMALL), family_of("llama")
+    config, family = LlamaConfig(**SMALL), family_of({"model_type": "llama"})
     model = skeleton(config)
     embedding = model.get_input_embeddings()
     fill(embedding, {"weight": torch.randn(embedding.weight.shape)}, torch.device("cpu"))

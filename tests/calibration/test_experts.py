@@ -307,7 +307,7 @@ def test_transforms_leave_starved_experts_to_themselves(starved, blocks):
 @pytest.mark.parametrize("name", MIXTURES)
 def test_all_experts_are_observed_at_once(name):
     config = CONFIGS[name]
-    groups = family_of(config.model_type).at(config, 0).groups
+    groups = family_of(config).at(config, 0).groups
     assert [len(same) for same in by_role(groups)][2:4] == [4, 4]
     assert [group for same in by_role(groups) for group in same] == list(groups)
 

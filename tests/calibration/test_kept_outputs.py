@@ -126,7 +126,7 @@ def test_a_copy_that_memory_does_not_hold_is_not_kept(watched, monkeypatch) -> N
     ],
 )
 def test_the_module_is_the_outermost_without_later_linears(last, later, module) -> None:
-    family = family_of("llama")
+    family = family_of({"model_type": "llama"})
     groups = (
         LinearGroup((last,), "norm", Fold.NONE, writes_residual=True),
         LinearGroup((later,), "norm", Fold.NONE),
@@ -200,7 +200,7 @@ def test_rounding_gives_the_same_codes(model: str, blocks, monkeypatch) -> None:
 
 def test_a_gpu_leaves_room_for_what_is_to_come(monkeypatch) -> None:
     """Outputs take what is free beyond a look at the last linears, or the solving before it."""
-    family, method = family_of("llama"), Gptq()
+    family, method = family_of({"model_type": "llama"}), Gptq()
     quantized = {name: (64, 64) for name in family.linears()} | {"mlp.down_proj": (64, 4096)}
     weights = sum(map(math.prod, quantized.values()))
     block = SimpleNamespace(

@@ -87,7 +87,7 @@ def test_scales_are_the_largest_keys_after_rope_and_values(any_model: PreTrained
     _, stored = propagated(any_model, "kv8")
     cache = DynamicCache()
     any_model.get_decoder()(TOKENS, **{CACHE: cache})
-    family, heads = family_of(any_model.config.model_type), Heads.of(any_model.config)
+    family, heads = family_of(any_model.config), Heads.of(any_model.config)
     assert family.kv_cache is not None
     attention = family.kv_cache.module
     layer, found = cache.layers[0], stored[0]  # later blocks see quantized keys before them

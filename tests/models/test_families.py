@@ -60,7 +60,7 @@ def refusal(config: dict[str, Any], transforms: list[Any] = [], **recipe: Any) -
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_names_of_a_declaration_fit_together(variant: str, make_model: MakeModel) -> None:
     config = config_of(make_model(variant))
-    family = family_of(config["model_type"])
+    family = family_of(config)
     settings = family.settings(config)
     for block in range(config["num_hidden_layers"]):
         own = family.at(settings, block)
@@ -89,7 +89,7 @@ def test_names_of_a_declaration_fit_together(variant: str, make_model: MakeModel
 )
 def test_missing_sizes_are_those_of_the_class(model_type: str) -> None:
     """Published Gemma 3 text configs name neither heads nor vocabulary."""
-    settings = family_of(model_type).settings({"model_type": model_type})
+    settings = family_of({"model_type": model_type}).settings({"model_type": model_type})
     config = CONFIG_MAPPING[model_type]()
     assert all(getattr(settings, key) == getattr(config, key) for key in REQUIRED)
 

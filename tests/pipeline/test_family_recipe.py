@@ -203,6 +203,6 @@ def test_a_model_whose_tie_is_kept_is_the_same_in_floats(
 def test_best_keeps_a_tie_that_would_cost_a_twentieth(share: float, kept: bool) -> None:
     best = recipes.load("w4a8-lqq", "best")
     head = round(share * 1e6)
-    adapted = for_tied_head(best, family_of("llama"), head, 1_000_000 + head)
+    adapted = for_tied_head(best, family_of({"model_type": "llama"}), head, 1_000_000 + head)
     assert (adapted.transforms != best.transforms) == kept
     assert ("would have to be" in adapted.adaptations[-1]) == kept

@@ -112,7 +112,7 @@ def counted(run: Callable[[], object]) -> int:
 
 def test_forwards_and_looks_cost_what_torch_counts(make_model: MakeModel) -> None:
     source = make_model("llama")
-    model, family = skeleton(AutoConfig.from_pretrained(source)), family_of("llama")
+    model, family = skeleton(AutoConfig.from_pretrained(source)), family_of({"model_type": "llama"})
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.detach().zero_()
@@ -460,7 +460,10 @@ def test_searches_are_planned_in_the_turns_that_run(
 ) -> None:
     """Of experts several share a turn, as memory is meant to hold them."""
     source = make_model("qwen3_moe", num_experts=8)
-    model, family = skeleton(AutoConfig.from_pretrained(source)), family_of("qwen3_moe")
+    model, family = (
+        skeleton(AutoConfig.from_pretrained(source)),
+        family_of({"model_type": "qwen3_moe"}),
+    )
     model.to_empty(device="cpu")
     torch.manual_seed(0)  # a router that starves no expert
     for parameter in model.parameters():

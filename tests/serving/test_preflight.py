@@ -72,7 +72,7 @@ def test_kv_heads_that_gpus_can_not_share() -> None:
     for kv, ranks, shared in ((10, 2, True), (10, 4, False), (8, 16, True), (12, 8, False)):
         config = {"model_type": "phi3", "num_attention_heads": 240, "num_key_value_heads": kv}
         settings = SimpleNamespace(**config, hidden_size=240 * 8, num_hidden_layers=1)
-        family = family_of("phi3")
+        family = family_of({"model_type": "phi3"})
         if shared:
             assert family.tensor_parallel(settings, ranks)
             continue

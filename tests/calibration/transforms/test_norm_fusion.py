@@ -15,7 +15,7 @@ from qtool.models.parts import Attention
 def test_logits_stay_and_norms_are_plain(any_model, transformed, logits):
     fused = transformed(any_model, [NormFusion()])
     torch.testing.assert_close(logits(fused), logits(any_model), rtol=1e-4, atol=1e-4)
-    family = family_of(any_model.config.model_type)
+    family = family_of(any_model.config)
     for layer in fused.get_submodule(family.blocks):
         for norm in {
             group.source for group in family.at(any_model.config, 0).groups if group.reads_residual

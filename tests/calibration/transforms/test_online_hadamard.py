@@ -26,7 +26,7 @@ DOWN = "mlp.down_proj"
 
 def prepared(model):
     transform = OnlineHadamard()
-    transform.prepare(family_of(model.config.model_type), model.config)
+    transform.prepare(family_of(model.config), model.config)
     return transform
 
 
@@ -38,12 +38,12 @@ def test_logits_stay(any_wide_model, transformed, logits):
 @pytest.mark.parametrize("size, chosen", [(192, (DOWN,)), (160, ())])
 def test_channels_that_64_does_not_divide_stay(llama, size, chosen):
     llama.config.intermediate_size = size
-    assert prepared(llama).rotates(family_of("llama")) == chosen
+    assert prepared(llama).rotates(family_of({"model_type": "llama"})) == chosen
 
 
 def test_every_down_projection_is_rotated_but_those_that_read_a_relu(any_wide_model):
     config = any_wide_model.config
-    family = family_of(config.model_type).at(config, 0)
+    family = family_of(config).at(config, 0)
     downs = {n for g in family.groups if recipe_group(g) == "product" for n in g.linears}
     of_relu = getattr(config, "activation_function", "") == "relu"
     assert set(prepared(any_wide_model).rotates(family)) == (set() if of_relu else downs)
@@ -53,7 +53,9 @@ def test_every_down_projection_is_rotated_but_those_that_read_a_relu(any_wide_mo
 def test_experts_of_channels_that_64_does_not_divide_stay(size):
     model = make_model(CONFIGS["qwen3-moe"])
     model.config.moe_intermediate_size = size
-    mixture, dense = (family_of("qwen3_moe").at(model.config, block) for block in (0, 1))
+    mixture, dense = (
+        family_of({"model_type": "qwen3_moe"}).at(model.config, block) for block in (0, 1)
+    )
     experts = tuple(f"mlp.experts.{e}.down_proj" for e in range(4)) if size == 128 else ()
     assert prepared(model).rotates(mixture) == experts
     assert prepared(model).rotates(dense) == (DOWN,)

@@ -64,7 +64,7 @@ def test_salience_descends(llama, blocks):
 
 
 def test_only_what_cannot_fold_is_stored(llama, blocks):
-    family = family_of("llama")
+    family = family_of({"model_type": "llama"})
     assert Reorder().permutes(family) == ()
     for options in ({"groups": ALL}, {"groups": ("norm",)}, {}):
         block, batches = blocks(copy.deepcopy(llama))[0]
@@ -139,7 +139,9 @@ def test_outliers_share_one_block(wide, blocks, transformed, logits):
     for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"):
         assert block.schemes[name].eight_bit.sum() == 1
         assert salience(block, batches, name)[:128].amax() == salience(block, batches, name).amax()
-    assert set(block.permutations) == set(GatherOutliers().permutes(family_of("llama")))
+    assert set(block.permutations) == set(
+        GatherOutliers().permutes(family_of({"model_type": "llama"}))
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_no_eight_bit_block_allowed(wide, blocks):
 
 def test_smoothing_sees_8_bits_where_all_blocks_get_them(wide, blocks):
     """A group of which some blocks keep 4 bits is smoothed for 4."""
-    transform, groups = GatherOutliers(w4a4_share=0.5), family_of("llama").groups
+    transform, groups = GatherOutliers(w4a4_share=0.5), family_of({"model_type": "llama"}).groups
     whole, part = (next(n for n, g in enumerate(groups) if f".{x}_" in g.linears[0]) for x in "oq")
     block, batches = blocks(wide, get("w4ax-fmpq"))[0]
     counts = torch.zeros(len(groups), dtype=torch.int64)

@@ -26,7 +26,7 @@ from qtool.models.parts import Attention, Fold, LinearGroup
     ),
 )
 def test_logits_stay(any_model, transformed, logits, options):
-    family = family_of(any_model.config.model_type)
+    family = family_of(any_model.config)
     if family.post_norms and options.get("residual", True):
         with pytest.raises(QtoolError, match="acts on what is written to it"):
             Rotate(**options).prepare(family, any_model.config)

@@ -15,7 +15,7 @@ BIASED = ("opt", "falcon-rw")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_norms_and_linears_with_biases_are_found(name):
     config = CONFIGS[name]
-    family = family_of(config.model_type).at(config, 0)
+    family = family_of(config).at(config, 0)
     groups = shifted(family, family.block_shapes(config))
     assert len(groups) == (2 if name in BIASED else 0)
 
