@@ -1,13 +1,15 @@
 """Numbers as text: byte counts and durations for people, and whole numbers that they give."""
 
+import re
+
 
 def whole_number(text: str) -> int | None:
-    """The number that ``text`` has in ASCII digits; None for any other text.
+    """The number that ``text`` has in ASCII digits, at most 18; None for any other text.
 
     >>> whole_number("32"), whole_number("3²"), whole_number("٣"), whole_number("-3")
     (32, None, None, None)
     """
-    return int(text) if text.isascii() and text.isdigit() else None
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def bytes_text(nbytes: float) -> str:

@@ -298,6 +298,9 @@ def test_wrong_shape_dtype_and_tensors(refused, make_model: MakeModel) -> None: 
     rewrite(model, DOWN, torch.zeros(128, 384))
     rewrite(model, "model.layers.0.mlp.extra.weight", torch.zeros(2))
     refused("model.layers.0.mlp.extra.weight: not a tensor of Llama models of 2 blocks; ", model)
+    model = make_model("llama")
+    rewrite(model, f"model.layers.{'9' * 5000}.weight", torch.zeros(4))  # too long for int()
+    refused("9.weight: not a tensor of Llama models of 2 blocks; ", model)
 
 
 @pytest.mark.parametrize(
