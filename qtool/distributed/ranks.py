@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qtool.distributed import serialization, watch
 from qtool.errors import Interrupted, QtoolError
+from qtool.units import whole_number
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -58,7 +59,8 @@ def size() -> int:
 
 def local_size() -> int:
     """The number of processes on this machine by the launcher, or of all if it does not say."""
-    return min(_world.size, int(os.environ.get("LOCAL_WORLD_SIZE", _world.size)))
+    local = whole_number(os.environ.get("LOCAL_WORLD_SIZE", ""))
+    return min(_world.size, local or _world.size)
 
 
 def log(line: str) -> None:

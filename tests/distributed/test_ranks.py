@@ -244,6 +244,13 @@ def test_rows_are_shared_in_whole_units(
         assert all(share.start % unit == 0 and share.start < share.stop for share in shares)
 
 
+@pytest.mark.parametrize(("said", "local"), [("2", 2), ("8", 4), ("", 4), ("0", 4), ("x", 4)])
+def test_processes_on_this_machine(said: str, local: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_world", ranks.World(0, 4))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+    assert ranks.local_size() == local
+
+
 def test_alone_there_is_one_rank_and_nothing_to_wait_for() -> None:
     assert (ranks.rank(), ranks.size()) == (0, 1)
     assert ranks.all_gather(3) == [3] and ranks.broadcast("a") == "a"
