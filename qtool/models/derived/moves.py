@@ -82,16 +82,16 @@ def reduced(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], o
     keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     if not dims or not isinstance(out, Tensor):
         return False
-    reduced: Facts = {}
+    found: Facts = {}
     for producer, fact in recorder.of(args[0]).items():
         if fact.channels is None:
-            reduced[producer] = fact
+            found[producer] = fact
             continue
         least, most = (f(fact.channels, dims, keep) for f in (torch.amin, torch.amax))
         if not torch.equal(least, most):
             return False
-        reduced[producer] = fact._replace(channels=least)
-    recorder.set(out, reduced)
+        found[producer] = fact._replace(channels=least)
+    recorder.set(out, found)
     return True
 
 
@@ -110,16 +110,16 @@ def gathered(recorder: Recorder, args: tuple[Any, ...], out: Any) -> bool:
         return True
     if len(indices) >= source.dim() or any(i is None for i in indices):
         return False
-    gathered: Facts = {}
+    found: Facts = {}
     for producer, fact in recorder.of(source).items():
         if fact.channels is None:
-            gathered[producer] = fact
+            found[producer] = fact
             continue
         row = fact.channels[(0,) * len(indices)]
         if not bool((fact.channels == row).all()):
             return False
-        gathered[producer] = fact._replace(channels=row.expand(out.shape).contiguous())
-    recorder.set(out, gathered)
+        found[producer] = fact._replace(channels=row.expand(out.shape).contiguous())
+    recorder.set(out, found)
     return True
 
 
