@@ -12,14 +12,14 @@ from qtool.models.experts import Form, gated
 
 def gate_facts(stacked: Any) -> tuple[Kind | None, Kind | None]:
     """How the input of down depends on up, and on gate if any; None: on no single channel."""
-    size, recorder = 8, Recorder(nn.Module())
-    up, gate = (torch.empty(2, size, device="meta") for _ in range(2))
+    recorder, has_gate = Recorder(nn.Module()), Form.of(stacked).gate
+    up, gate = (torch.empty(2, 8, device="meta") for _ in range(2))
     recorder.produce("up", up)
     recorder.produce("gate", gate)
     with torch.no_grad(), recorder:
-        out = gated(stacked, gate if Form.of(stacked).gate else None, up)
+        out = gated(stacked, gate if has_gate else None, up)
     facts = recorder.of(out)
-    expected = {"up", "gate"} if Form.of(stacked).gate else {"up"}
+    expected = {"up", "gate"} if has_gate else {"up"}
     if facts.keys() != expected or recorder.trace.escapes:
         return None, None
     return _kind(facts, "up"), _kind(facts, "gate")
