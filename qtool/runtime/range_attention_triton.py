@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from qtool.schemes.arithmetic.launch_triton import launch
+from qtool.schemes.arithmetic.launch_triton import launch, triton_runs_on
 
 #: elements of a tile of keys or of values, and the most tokens of a tile
 TILE, TOKENS = 8192, 128
@@ -71,7 +71,7 @@ def runs_on(query: Tensor, key: Tensor) -> bool:
     Otherwise a kernel that splits ranges is faster.
     """
     batch, queries, d = query.shape
-    if not query.is_cuda or not find_spec("triton"):
+    if not triton_runs_on(query):
         return False
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     fills = batch * key.shape[1] >= processors
