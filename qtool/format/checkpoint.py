@@ -149,12 +149,14 @@ class CheckpointFormat:
             made_with = plugins.made_with(config)
             rules = tuple(_rule(dict(rule), made_with) for rule in config["rules"])
             return cls(
-                config["scheme"],
+                _typed("scheme", config["scheme"], str),
                 rules,
-                permuted=_names(config, "permuted"),
-                kv=config.get("kv"),
-                rotated=_names(config, "rotated"),
-                tower_names=_tower_names(config),
+                permuted=tuple(_typed("permuted", config.get("permuted", ()), Sequence[str])),
+                kv=_typed("kv", config.get("kv"), str | None),
+                rotated=tuple(_typed("rotated", config.get("rotated", ()), Sequence[str])),
+                tower_names=tuple(
+                    _typed("tower_names", config.get("tower_names", {}), dict[str, str]).items()
+                ),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise QtoolError(f"quantization_config is damaged: {error!r}") from error
@@ -196,18 +198,11 @@ def _ends_in(name: str, within_block: frozenset[str]) -> bool:
     return any(name[number.end() :] in within_block for number in numbers)
 
 
-def _names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = config.get(key, ())
-    if not plugins.is_of(names, Sequence[str]):
-        raise ValueError(f"{key} {names!r}")
-    return tuple(names)
-
-
-def _tower_names(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    names = config.get("tower_names", {})
-    if not plugins.is_of(names, dict[str, str]):
-        raise ValueError(f"tower_names {names!r}")
-    return tuple(names.items())
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    """The ``value`` of the field ``key``, after a check that it is of the type ``kind``."""
+    if not plugins.is_of(value, kind):
+        raise TypeError(f"{key} {value!r}")
+    return value
 
 
 def _rule_fields(linear_format: LinearFormat) -> dict[str, Any]:
@@ -223,8 +218,7 @@ def _rule(rule: dict[str, Any], made_with: str) -> Rule:
     if not rule["scheme"]:
         return Rule(match, None)
     linear_format = LinearFormat(**rule)
-    if not isinstance(linear_format.group_size, int | None):
-        raise TypeError(f"group_size {linear_format.group_size!r}")
+    _typed("group_size", linear_format.group_size, int | None)
     if str(linear_format.scale_dtype) not in DTYPES:
         raise ValueError(f"scale_dtype {linear_format.scale_dtype!r}")
     _require_registered(SCHEMES, linear_format.scheme, "scheme", made_with)

@@ -147,16 +147,17 @@ def test_the_format_survives_json() -> None:
     assert CheckpointFormat.from_dict(written.to_dict()) == written
     assert written.is_permuted("model.layers.3.self_attn.q_proj")
     assert not written.is_permuted("model.layers.3.self_attn.k_proj")
-    for strange in ("float31", "int8", None, ["float16"]):
-        damaged = written.to_dict()
-        damaged["rules"][1]["scale_dtype"] = strange
-        with pytest.raises(QtoolError, match=r"quantization_config is damaged: .*scale_dtype"):
-            CheckpointFormat.from_dict(damaged)
-    damaged_names: list[tuple[str, Any]] = [("permuted", [["down"]]), ("rotated", "down")]
-    damaged_names += [("rotated", None), ("tower_names", ["model.tower"])]
-    for key, names in damaged_names:
+    rule = written.to_dict()["rules"][1]
+    damaged: list[tuple[str, Any]] = [("scale_dtype", "float31"), ("scale_dtype", "int8")]
+    damaged += [("scale_dtype", None), ("scale_dtype", ["float16"])]
+    damaged += [("group_size", True), ("group_size", "32")]
+    fields: list[tuple[str, Any]] = [(key, {"rules": [rule | {key: bad}]}) for key, bad in damaged]
+    fields += [("permuted", {"permuted": [["down"]]}), ("rotated", {"rotated": "down"})]
+    fields += [("rotated", {"rotated": None}), ("tower_names", {"tower_names": ["model.tower"]})]
+    fields += [("kv", {"kv": ["kv8"]}), ("kv", {"kv": 8}), ("scheme", {"scheme": None})]
+    for key, change in fields:
         with pytest.raises(QtoolError, match=f"quantization_config is damaged: .*{key}"):
-            CheckpointFormat.from_dict(written.to_dict() | {key: names})
+            CheckpointFormat.from_dict(written.to_dict() | change)
 
 
 def test_rotated_linears_are_another_version_of_the_format() -> None:
