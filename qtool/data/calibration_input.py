@@ -90,7 +90,7 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
         return _documents(TEXTS, [text_files.content_of(row, name) for name, row in numbered])
     if all(type(number) is int for number in given):
         return _token_ids(_tensor(given))
-    if all(isinstance(row, Sequence) and not isinstance(row, str) for row in given):
+    if all(isinstance(row, Sequence) and not isinstance(row, str | bytes) for row in given):
         return _token_ids(_stack(given))
     raise QtoolError(f"calibration data: {ACCEPTED} is expected, found {_what(given)}")
 

@@ -231,6 +231,7 @@ def test_chats_are_no_text_to_evaluate(tmp_path: Path) -> None:
     [
         ([], "found an empty list"),
         ([3, "a"], "found a list of int"),
+        ([b"a text"], "found a list of bytes"),
         (7, "found <class 'int'>"),
         ([[1, "a"]], "a list of token ids holds something else"),
         (torch.rand(4), r"shape \[4\] and torch.float32 on cpu found"),
