@@ -30,7 +30,7 @@ def test_logits_stay_and_norms_are_plain(any_model, transformed, logits):
 
 def layer_norm_block(bias: bool) -> Block:
     module = nn.ModuleDict({"norm": nn.LayerNorm(16), "fc": nn.Linear(16, 8, bias=bias)})
-    nn.init.normal_(module["norm"].weight)
+    nn.init.uniform_(module["norm"].weight, 0.5, 2.0)
     nn.init.normal_(module["norm"].bias)
     family = Family("toy", ("toy",), (), Attention(), tensors={})
     return Block(0, module, family, SimpleNamespace(), {})
@@ -55,8 +55,20 @@ def test_a_bias_that_no_reader_can_take_stays_in_the_norm():
 
 
 @torch.no_grad()
-def test_a_bias_of_a_channel_without_weight_is_refused():
+@pytest.mark.parametrize("gain", [0.0, 1e-6])
+def test_a_bias_of_a_channel_without_weight_is_refused(gain: float) -> None:
+    """Divided by 1e-6 it is so large that bfloat16 rounds all other channels away when rotated."""
     block = layer_norm_block(bias=False)
-    block.weight("norm")[3] = 0
-    with pytest.raises(QtoolError, match=r"norm has channels with a bias .*; such channels: 1$"):
+    block.weight("norm")[3], block.bias("norm")[3] = gain, 0.5
+    with pytest.raises(
+        QtoolError, match=r"norm of block 0 has channels with a bias .* RMS of (inf|1\.25e\+05)"
+    ):
         fuse(block, "norm", ["fc"])
+
+
+@torch.no_grad()
+def test_a_channel_with_neither_weight_nor_bias() -> None:
+    block = layer_norm_block(bias=False)
+    block.weight("norm")[3] = block.bias("norm")[3] = 0
+    fuse(block, "norm", ["fc"])
+    assert block.bias("norm").isfinite().all() and block.weight("fc")[:, 3].eq(0).all()
