@@ -602,6 +602,7 @@ def test_recipes(refused, make_model: MakeModel, tmp_path: Path) -> None:  # typ
 
 def test_a_shortened_message_says_that_it_is() -> None:
     assert in_one_line(OSError("no connection\nto the hub\n\nmore")) == "no connection to the hub"
+    assert in_one_line(KeyError("metadata")) == "no key 'metadata'"
     assert in_one_line(OSError("x" * 300)) == "x" * 300
     assert in_one_line(OSError("x" * 301)) == "x" * 297 + "..."
 
