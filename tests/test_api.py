@@ -239,6 +239,14 @@ def test_a_model_in_memory_without_weights_is_refused(make_model: MakeModel) -> 
         qtool.quantize(model, "w8a8")
 
 
+def test_a_model_in_memory_is_not_called_by_its_temporary_directory(make_model: MakeModel) -> None:
+    model = AutoModelForCausalLM.from_pretrained(make_model())
+    model.model.layers = model.model.layers[:1]  # but config.json has two
+    missing = r"^the model in memory: tensor model\.layers\.1\..* is missing$"
+    with pytest.raises(QtoolError, match=missing):
+        qtool.quantize(model, "w8a8")
+
+
 def test_what_a_caller_set_in_torch_changes_nothing(tmp_path: Path) -> None:
     def shards(name: str) -> list[bytes]:
         how: dict[str, Any] = {"calibration": "demo", "samples": 2, "seqlen": 16}

@@ -94,7 +94,11 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
         tokenizer = tokenizer or _own_tokenizer(model)
         if tokenizer is not None:
             tokenizer.save_pretrained(source)
-        yield source
+        try:
+            yield source
+        except QtoolError as error:  # its reader finds that directory no more
+            said = str(error).replace(str(source), "the model in memory")
+            raise type(error)(said) from error
 
 
 def _own_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
