@@ -255,7 +255,7 @@ FAULTS = [
         ),
         (
             "qtool/models/derived/cached.py",
-            "not in (DynamicLayer, DynamicSlidingWindowLayer)",
+            "not in LAYERS",
             "is None",
             "tests/models/test_derive.py -k quantized_cache",
         ),

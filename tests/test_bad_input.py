@@ -99,8 +99,8 @@ def test_no_such_model(refused, tmp_path) -> None:  # type: ignore[no-untyped-de
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("hidden_act", "nonesuch", "KeyError: 'nonesuch'"),
-        ("rope_scaling", {"rope_type": "nonesuch", "factor": 2.0}, "KeyError: 'nonesuch'"),
+        ("hidden_act", "nonesuch", "KeyError: no key 'nonesuch'"),
+        ("rope_scaling", {"rope_type": "nonesuch", "factor": 2.0}, "KeyError: no key 'nonesuch'"),
     ],
 )
 def test_a_config_that_transformers_cannot_make(  # type: ignore[no-untyped-def]
@@ -882,7 +882,7 @@ def test_loading_names_the_damaged_file(make_model: MakeModel) -> None:
             qtool.load(model)
 
 
-def test_verify_misses_a_linear_that_the_index_left_out(
+def test_verify_misses_a_linear_that_is_left_out(
     make_model: MakeModel, tmp_path, monkeypatch, capsys
 ) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "q"
@@ -895,6 +895,11 @@ def test_verify_misses_a_linear_that_the_index_left_out(
         if not tensor.startswith(name)
     }
     index.write_text(json.dumps(content | {"weight_map": kept}))
+    shard = content["weight_map"][next(t for t in content["weight_map"] if t.startswith(name))]
+    code, message = qtool_run(monkeypatch, capsys, "verify", out)
+    assert code == 2 and f"{index.name} does not list {name}." in message
+    tensors = {n: t for n, t in load_file(out / shard).items() if n in kept}
+    save_file(tensors, out / shard, metadata={"format": "pt"})
     code, message = qtool_run(monkeypatch, capsys, "verify", out)
     assert (
         code == 1

@@ -97,6 +97,12 @@ class Checkpoint:
         for name, shard in weight_map.items():
             if name not in shards[str(shard)]:
                 raise QtoolError(f"{index.name}: {name} is said to be in {shard}, but is not there")
+        for shard, entries in shards.items():
+            if unlisted := next((n for n in entries if weight_map.get(n) != shard), None):
+                raise QtoolError(
+                    f"{index.name} does not list {unlisted} of {shard}, which transformers reads "
+                    "and other programs do not: list it, or remove it from the file"
+                )
         return {name: shards[str(shard)][name] for name, shard in weight_map.items()}
 
     def __contains__(self, name: str) -> bool:
