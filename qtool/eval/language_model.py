@@ -46,11 +46,13 @@ class MergedPairs(TemplateLM):
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **options: Any) -> Any:
         highest = max((max(head + tail) for _, head, tail in requests), default=0)
         require_embedded(highest, self.vocabulary)
-        longest = max((len(tail) for _, _, tail in requests), default=0)
-        if longest > self.max_length:
-            raise QtoolError(
-                f"a continuation has {longest} tokens, and the model's context {self.max_length}"
-            )
+        for texts, _, tail in requests:
+            if len(tail) > self.max_length:
+                begins = f" that begins with {texts[1][:40]!r}" if texts else ""
+                raise QtoolError(
+                    f"a continuation{begins} has {len(tail)} tokens, and the model's context "
+                    f"{self.max_length}"
+                )
         found = super()._loglikelihood_tokens(requests, *args, **options)
         if any(math.isnan(log_p) for log_p, _ in found):
             raise QtoolError("the model's logits are NaN: it answers no question")

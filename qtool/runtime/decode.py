@@ -171,8 +171,11 @@ def graph_decoding(model: PreTrainedModel) -> bool:
         self: Any, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         settings = generation_config or self.generation_config
-        chosen = [kwargs.get(name, getattr(settings, name, None)) for name in OWN_CACHE]
-        if all(choice is None for choice in chosen) and kwargs.get("use_cache") is not False:
+
+        def chosen(name: str) -> Any:
+            return kwargs.get(name, getattr(settings, name, None))
+
+        if all(chosen(name) is None for name in OWN_CACHE) and chosen("use_cache") is not False:
             kwargs["cache_implementation"] = "static"
         return generate(self, inputs, generation_config, *args, **kwargs)
 

@@ -236,7 +236,9 @@ class Scheme(ABC):
                 for g in self.group_sizes
                 if k and common % (g or common) == 0
             ]
-            others = f"sizes that do: {', '.join(fits)}" if fits else "none of its sizes does"
+            others = (
+                f"sizes that do: {', '.join(fits)}" if fits else "none of its sizes divides them"
+            )
             raise QtoolError(
                 f"{self.name}: {k} input channels are not divisible by group size {size} ({others})"
             )

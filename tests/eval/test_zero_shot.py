@@ -200,7 +200,8 @@ def test_a_continuation_beyond_the_context_is_refused(model, tokenizer, tmp_path
     (tmp_path / "tasks").mkdir()
     row = {"context": "a", "continuation": "b" * CONTEXT}  # a space more than the context
     (tmp_path / "tasks" / "t.jsonl").write_text(json.dumps(row))
-    with pytest.raises(QtoolError, match=f"has {CONTEXT + 1} tokens, .* context {CONTEXT}"):
+    said = f"begins with ' b+' has {CONTEXT + 1} tokens, .* context {CONTEXT}"
+    with pytest.raises(QtoolError, match=said):
         run("t", model, tokenizer, tmp_path)
 
 

@@ -209,6 +209,17 @@ def test_other_ways_to_generate(how: dict[str, Any], recorded: list[str]) -> Non
     assert model.generation_config.cache_implementation is None
 
 
+def test_a_configuration_may_want_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = model_of(LlamaConfig), []
+    monkeypatch.setattr(
+        type(model), "generate", lambda self, inputs, config=None, **kwargs: given.append(kwargs)
+    )
+    graph_decoding(model)
+    for wanted in (True, False):
+        model.generate(PROMPTS, GenerationConfig(use_cache=wanted))
+    assert given == [{"cache_implementation": "static"}, {}]
+
+
 def test_generate_takes_the_positional_arguments_of_transformers(recorded: list[str]) -> None:
     model = model_of(LlamaConfig)
     config = GenerationConfig(do_sample=False, max_new_tokens=6, pad_token_id=0)

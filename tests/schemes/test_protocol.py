@@ -208,7 +208,7 @@ def test_refuses_what_does_not_divide(scheme: Scheme) -> None:
     if scheme.group_size:
         with pytest.raises(QtoolError, match="1009 input channels are not divisible by"):
             scheme.fit(torch.randn(4, 1009))
-    with pytest.raises(QtoolError, match=r"not divisible .*\(none of its sizes does\)"):
+    with pytest.raises(QtoolError, match=r"not divisible .*\(none of its sizes divides them\)"):
         scheme.fit(torch.randn(4, 0))
 
 
