@@ -176,6 +176,4 @@ def described(found: object) -> str:
 def in_one_line(said: object) -> str:
     """The first paragraph of the text or error ``said``, cut with dots after 300 characters."""
     text = " ".join(str(said).strip().split("\n\n")[0].split()) or type(said).__name__
-    if isinstance(said, KeyError):  # which says the key alone
-        text = f"no key {text}"
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -1262,7 +1262,7 @@ def test_an_export_format_that_fails_is_named(
 
     native = qtool.quantize(make_model(), "w4a16", recipe="fast", out=tmp_path / "w4a16")
     qtool.register_export(type("Mine", (Packed,), {function: fails})("mine", "mine", "wrong"))
-    said = rf"^mine: {function} fails for model\.layers\.0\.\S+ \(KeyError: no key 'scales'\)$"
+    said = rf"^mine: {function} fails for model\.layers\.0\.\S+ \(KeyError: 'scales'\)$"
     with pytest.raises(QtoolError, match=said):
         qtool.export(native, "mine")
 

@@ -227,7 +227,10 @@ def _as_from(path: Path, model: PreTrainedModel) -> None:
 
 
 def _unloadable(path: str | Path, error: Exception) -> str:
-    return f"{path}: transformers cannot load it ({in_one_line(error)})"
+    said = in_one_line(error)
+    if isinstance(error, KeyError):  # which says the key alone
+        said = f"KeyError: {said}"
+    return f"{path}: transformers cannot load it ({said})"
 
 
 def _complete(path: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> PreTrainedModel:

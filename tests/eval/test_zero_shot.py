@@ -337,7 +337,7 @@ def test_a_pipe_is_no_task(tmp_path):
     [
         (
             {"ctx_a": "a", "endings": ["b"], "label": "0"},
-            "expected choices, .* data set for hellaswag .KeyError: no key 'ctx_b'",
+            "expected choices, .* data set for hellaswag .KeyError: 'ctx_b'",
         ),
         (
             {"ctx_a": "a", "ctx_b": "b", "activity_label": "c", "endings": ["d"], "label": "x"},
