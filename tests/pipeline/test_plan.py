@@ -791,7 +791,7 @@ def test_gpus_share_what_is_split(tmp_path: Path) -> None:
     assert two.device_bytes < one.device_bytes and one.host_bytes < two.host_bytes
     assert "on 2 NVIDIA H200s" in as_text(two) and "memory of each about" in as_text(two)
     assert as_dict(two)["gpus"] == 2
-    with pytest.raises(QtoolError, match="--gpus 2 and --device cpu"):
+    with pytest.raises(QtoolError, match="--gpus 2 needs --device cuda"):
         plan(job, device="cpu", gpus=2)
 
 
