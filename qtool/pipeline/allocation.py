@@ -5,6 +5,7 @@
 bits.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -68,7 +69,8 @@ def best_allocation(
     else:
         return below
     price = (total[1] - kl) / (bits - total[0])
-    rounding = 1e-9 * (total[1] + price * total[0])
+    # the relative error of sums, and the absolute one of numbers too small for one
+    rounding = 1e-9 * (total[1] + price * total[0]) + sys.float_info.min
     slack, least = price * (budget - total[0]) + rounding, 0.0
     partial: list[tuple[int, float, Any]] = [(0, 0.0, None)]  # bits, divergence, linked options
     for of in options.values():

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from qtool.pipeline.allocation import Group, Option, allocations, best_allocation
@@ -42,6 +42,7 @@ def test_what_a_large_change_leaves_of_the_budget_is_spent_on_smaller_ones() -> 
     ),
     share=st.floats(0, 1.1),
 )
+@example(groups=[[(1, 5e-324), (3, 0.0)]], share=0.0)  # half of the smallest float is 0
 def test_no_other_choice_within_the_budget_diverges_less(
     groups: list[list[tuple[int, float]]], share: float
 ) -> None:
