@@ -58,7 +58,7 @@ class _Stderr(logging.Handler):
 @click.version_option(__version__)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(debug: bool) -> None:
-    """Quantize large language models and prove that they still are the same models."""
+    """Quantize large language models, check the result and measure what it lost."""
     log.handlers, log.propagate = [_Stderr()], False
     log.setLevel(logging.INFO)
     progress.silence(not watch.is_first_rank())
@@ -136,9 +136,9 @@ def quantize(
 def plan(model: str, as_json: bool, **options: Any) -> None:
     """Print what quantizing MODEL takes: bits, memory, time.
 
-    MODEL is a directory, a hub id or a config.json; no weight is read. Headers of safetensors files
-    in a directory are checked as `qtool quantize` does, unless one is missing or a pointer of Git
-    LFS: then config.json alone is read.
+    MODEL is a directory, a hub id or a config.json; no weight is read. The headers of a directory's
+    safetensors files are checked as by `qtool quantize`. If one is missing, or is a Git LFS
+    pointer, config.json alone is read.
     """
     from qtool.pipeline.planning.plan_text import as_dict
 
@@ -156,8 +156,8 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
 def sensitivity(model: str, as_json: bool, **options: Any) -> None:
     """Write a recipe with the best scheme for each layer of MODEL.
 
-    The cost of each scheme in a layer is measured on the model's output. The recipe stores at most
-    --budget-bits per weight.
+    The cost of a scheme in a layer is the divergence of the model's output. The recipe's schemes
+    store at most --budget-bits per weight.
     """
     with progress.Display("measure", "group") as shown:
         found = api.sensitivity(model, progress=shown, **options)
@@ -171,8 +171,8 @@ def family(model: str, as_json: bool) -> None:
     """Print how the linears and norms of MODEL are connected.
 
     It lists what stays in 16 bits and which methods are left out, with the reasons. MODEL is a
-    directory, a hub id or a config.json; no weight is read. A structure that nobody declared is
-    derived from transformers' own model.
+    directory, a hub id or a config.json; no weight is read. The structure of a model that qtool
+    does not declare is derived from transformers' own class.
     """
     from qtool.models.describe import as_dict, as_text
 
@@ -227,10 +227,10 @@ def evaluate(
 def verify(model: str, verbose: bool, as_json: bool, **options: Any) -> None:
     """Check every packed linear of a quantized MODEL.
 
-    Shards, index, config.json and tokenizer have the bytes that were written, the scheme's
-    invariants hold, packing loses nothing, and the output is the reference's. Exit code 1 if a
-    check fails. With --engine vllm, vLLM loads MODEL: the right kernels must run, in its CUDA
-    graphs too, and its outputs must be those of qtool's runtime.
+    Weights, index, config.json and tokenizer must have the bytes that were written, the scheme's
+    invariants must hold, packing must lose nothing, and outputs must be those of the reference.
+    With --engine vllm, vLLM loads MODEL: the right kernels must run, in its CUDA graphs too, and
+    its outputs must be those of qtool's runtime. The exit code is 1 if a check fails.
     """
     with progress.Display("verify", "linear", lines=10) as shown:
         rows = api.verify(model, progress=shown, **options)
@@ -283,7 +283,7 @@ def inspect(model: str, as_json: bool) -> None:
     type=POSITIVE,
     default=1,
     show_default=True,
-    help="Refuse linears that N GPUs cannot share.",
+    help="Refuse linears that this many GPUs cannot share.",
 )
 @QUIET
 @VERBOSE
@@ -291,7 +291,7 @@ def inspect(model: str, as_json: bool) -> None:
 def export(model: str, target: str, verbose: bool, as_json: bool, **options: Any) -> None:
     """Write a quantized MODEL in the format of a serving stack.
 
-    The result says what changed, if anything.
+    The output says how many linears are equal in the format, and how far off the others are.
     """
     with progress.Display("export", "shard") as shown:
         done = api.export(model, target, progress=shown, **options)
@@ -326,11 +326,11 @@ def import_model(model: str, as_json: bool, **options: Any) -> None:
 
 @command(cli, "qtool report demo-lqq --compare demo --tasks demo,demo_choice")
 @MODEL
-@click.option("--compare", help="The model it was made from; comparisons need it.")
+@click.option("--compare", help="The model that MODEL was made from, for comparisons.")
 @click.option(
     "--tasks",
     default="",
-    help="Tasks to evaluate first, as `qtool eval --save` does; separated by commas.",
+    help="Tasks to evaluate first, separated by commas, as by `qtool eval --save`.",
 )
 @click.option("--out", type=NewPath(), help="Default: report.html in MODEL.")
 @DATA_DIR

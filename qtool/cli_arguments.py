@@ -119,7 +119,7 @@ SCHEME = click.option(
 )
 RECIPE_NAME = Name(lambda: VARIANTS, or_file=True)
 DATA_DIR = click.option(
-    "--data-dir", type=click.Path(path_type=Path), help="Local copies of corpora and tasks."
+    "--data-dir", type=click.Path(path_type=Path), help="Directory of local corpora and tasks."
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 CALIB = click.option(
@@ -148,29 +148,29 @@ ACTIVATIONS = click.option(
     type=click.Choice(["auto", "device", "host", "disk"]),
     default="auto",
     show_default=True,
-    help="Where calibration activations are between blocks; auto: the first with room.",
+    help="Where to keep calibration activations between blocks; auto: the first with room.",
 )
 DEVICE = click.option(
     "--device", type=Device(), default="cpu", show_default=True, help="cpu, cuda, cuda:1, ..."
 )
 ENGINE = click.option(
-    "--engine", type=click.Choice(["vllm"]), help="Let this serving engine load and run it."
+    "--engine", type=click.Choice(["vllm"]), help="Load and run the model in this serving engine."
 )
 TENSOR_PARALLEL = click.option(
     "--tensor-parallel",
     type=POSITIVE,
     default=1,
     show_default=True,
-    help="GPUs that the engine splits the model over.",
+    help="GPUs over which the engine splits the model.",
 )
-VERBOSE = click.option("-v", "--verbose", is_flag=True, help="One line per linear.")
+VERBOSE = click.option("-v", "--verbose", is_flag=True, help="Print one line per linear.")
 QUIET = click.option(
     "-q",
     "--quiet",
     is_flag=True,
     expose_value=False,
     callback=_be_quiet,
-    help="No progress and no notes.",
+    help="Print no progress and no notes.",
 )
 #: options on scheme, recipe and device, for a run and for its plan
 RUN = (
@@ -182,7 +182,7 @@ RUN = (
     ),
     click.option(
         "--target",
-        help="A GPU (a100, l40s, h200, ...): choose the granularity and the layout for it.",
+        help="Choose the group size and the layout for this GPU: a100, l40s, h200, ...",
     ),
     click.option(
         "--group-size", help="Input channels per group, or 'channel'; the recipe's by default."
@@ -191,7 +191,7 @@ RUN = (
         "--layout", help="Packed layout of every quantized layer; the recipe's by default."
     ),
     click.option(
-        "--max-8bit-blocks", type=NOT_NEGATIVE, help="w4ax-fmpq: most 8-bit blocks per layer."
+        "--max-8bit-blocks", type=NOT_NEGATIVE, help="Most 8-bit blocks per layer, of w4ax-fmpq."
     ),
     click.option(
         "--for-export",
@@ -203,7 +203,7 @@ RUN = (
     click.option(
         "--samples",
         type=POSITIVE,
-        help=f"Calibration windows. Default: as --calib says, or {SAMPLES}.",
+        help=f"Number of calibration windows. Default: as --calib says, or {SAMPLES}.",
     ),
     seqlen(CALIBRATION_SEQLEN),
     click.option(
@@ -216,8 +216,8 @@ RUN = (
     click.option(
         "--dtype",
         type=FLOATS,
-        help="Dtype of all that is not packed, but for what transformers keeps in float32;"
-        " unchanged by default.",
+        help="Dtype of tensors that are not packed, but for those that transformers keeps float32."
+        " Default: unchanged.",
     ),
     click.option(
         "--keep-unknown",
@@ -259,35 +259,35 @@ PLAN = _options(
         type=click.Choice(["cuda", "cpu"]),
         default="cuda",
         show_default=True,
-        help="Device of the run: cuda is an H200, cpu two cores.",
+        help="Device of the run: cuda is an H200, cpu is two cores.",
     ),
 )
 SENSITIVITY = _options(
     click.option(
         "--choices",
         required=True,
-        help="Schemes separated by commas, as w4a16,w4a16:32,w8a8; none leaves a layer in 16 bits.",
+        help="Schemes, such as w4a16,w4a16:32,w8a8; none leaves a layer in 16 bits.",
     ),
     click.option(
         "--budget-bits",
         type=float,
         required=True,
-        help="Most stored bits per weight, as 4.25.",
+        help="Most stored bits per weight, such as 4.25.",
     ),
-    click.option("--out", type=NewPath(), required=True, help="The recipe, a YAML file."),
+    click.option("--out", type=NewPath(), required=True, help="The recipe to write, a YAML file."),
     click.option(
         "--recipe",
         type=Name(lambda: VARIANTS),
         default="best",
         show_default=True,
-        help="fast, paper or best: the recipe whose methods are written.",
+        help="fast, paper or best: the recipe from which the methods are taken.",
     ),
     CALIB,
     DATA_DIR,
     click.option(
         "--samples",
         type=POSITIVE,
-        help=f"Windows. Default: as --calib says, or {SENSITIVITY_SAMPLES}.",
+        help=f"Number of windows. Default: as --calib says, or {SENSITIVITY_SAMPLES}.",
     ),
     seqlen(512),
     SEED,
@@ -295,20 +295,20 @@ SENSITIVITY = _options(
 )
 EVALUATE = _options(
     click.argument("tasks", nargs=-1),
-    click.option("--list", "lists", is_flag=True, help="List every task and corpus instead."),
+    click.option("--list", "lists", is_flag=True, help="List all tasks and corpora instead."),
     click.option(
         "--model", default="demo", show_default=True, help="A quantized or plain model directory."
     ),
-    click.option("--compare", help="A baseline model; prints the change against it."),
+    click.option("--compare", help="A baseline model; print the change from it."),
     DATA_DIR,
     seqlen(EVALUATION_SEQLEN),
-    click.option("--limit", type=POSITIVE, help="Most windows or items per task."),
+    click.option("--limit", type=POSITIVE, help="Most windows or questions per task."),
     click.option(
         "--batch-size",
         type=POSITIVE,
         default=8,
         show_default=True,
-        help="Windows or items at once.",
+        help="Windows or questions at once.",
     ),
     click.option(
         "--kv",
@@ -324,17 +324,17 @@ EVALUATE = _options(
     click.option(
         "--dtype",
         type=FLOATS,
-        help="Dtype of all that is not quantized.",
+        help="Dtype of what is not quantized.",
     ),
     click.option(
         "--deterministic",
         is_flag=True,
-        help="Compute the same bits on all devices, which no server does.",
+        help="Compute the same bits on every device; slower, and not what is served.",
     ),
     click.option(
         "--save",
         is_flag=True,
-        help="Keep each finished task in MODEL's eval.json; use again what is saved there.",
+        help="Keep each finished task in MODEL's eval.json, and reuse what is saved there.",
     ),
     DEVICE,
     ENGINE,

@@ -90,9 +90,7 @@ def bench_kv(shapes: str | None) -> None:
 )
 @seqlen(CALIBRATION_SEQLEN)
 @ACTIVATIONS
-@click.option(
-    "--device-memory", type=float, help="GB of the GPU that the run may have; all by default."
-)
+@click.option("--device-memory", type=float, help="GB of GPU memory for the run; all by default.")
 @click.option(
     "--work", type=NewPath(), default="bench", show_default=True, help="Directory for files."
 )
@@ -103,10 +101,10 @@ def bench_kv(shapes: str | None) -> None:
 def bench_quantize(as_json: bool, **options: Any) -> None:
     """Time every part of a quantization run.
 
-    MODEL, or a random checkpoint of a known shape (llama-3-8b, qwen3-235b-a22b, ...), is quantized.
-    It is calibrated on random tokens, which the model continues if the recipe says so. The table
-    sets each part beside its floor: bytes by the disk's rate, operations by the measured rates of
-    this device.
+    MODEL is a directory, or a shape (llama-3-8b, qwen3-235b-a22b, ...) of which a random checkpoint
+    is made. It is calibrated on random tokens, which the model continues if the recipe says so. The
+    table sets each part beside its floor: bytes at the disk's rate, operations at the measured
+    rates of this device.
     """
     from qtool.bench import bench_quantize as measure
     from qtool.pipeline.summary import shard_facts
@@ -126,13 +124,11 @@ def bench_quantize(as_json: bool, **options: Any) -> None:
 @click.option(
     "--output-tokens", type=POSITIVE, default=512, show_default=True, help="Tokens of each answer."
 )
-@click.option(
-    "--memory", type=float, help="GB of each GPU that an engine may use; nearly all by default."
-)
+@click.option("--memory", type=float, help="GB of each GPU for an engine; nearly all by default.")
 @TENSOR_PARALLEL
 @JSON
 def bench_serve(model: str, against: str, batches: str, as_json: bool, **options: Any) -> None:
-    """Time a quantized MODEL in vLLM beside its own formats."""
+    """Time a quantized MODEL in vLLM beside vLLM's own formats."""
     from qtool.serving.bench import bench_model
 
     rows, text = bench_model(
