@@ -297,7 +297,10 @@ EVALUATE = _options(
     click.argument("tasks", nargs=-1),
     click.option("--list", "lists", is_flag=True, help="List all tasks and corpora instead."),
     click.option(
-        "--model", default="demo", show_default=True, help="A quantized or plain model directory."
+        "--model",
+        default="demo",
+        show_default=True,
+        help="A model, quantized or not: a directory, a hub id or demo.",
     ),
     click.option("--compare", help="A baseline model; print the change from it."),
     DATA_DIR,
