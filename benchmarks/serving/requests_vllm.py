@@ -90,9 +90,9 @@ def main() -> int:
     pool = scheduler.kv_cache_manager.block_pool
     free, preempt, preempted = pool.get_num_free_blocks(), scheduler._preempt_request, []
 
-    def counted(request: Any, *more: Any) -> None:
+    def counted(request: Any, *more: Any, **options: Any) -> None:
         preempted.append(request.request_id)
-        preempt(request, *more)
+        preempt(request, *more, **options)
 
     scheduler._preempt_request = counted
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
