@@ -985,7 +985,6 @@ class PowerOfTwo(Marlin):
     name = "power-of-two"
     group_sizes, default_group_size = (32,), 32
     negative_scales = False
-    check_range = Scheme.check_range
 
     def fit_range(
         self, low: Tensor, high: Tensor, *, clip: Any = 1.0, group_clip: Any = 1.0

@@ -174,7 +174,9 @@ class Scheme(ABC):
         Products and sums are monotone in the code, so a group's two extremes speak for all of it.
         """
         grid = self.grid(params)
-        require(torch.isfinite(grid.step) & (grid.step > 0), "scale finite and above 0")
+        step = grid.step
+        legal, which = (step != 0, "not 0") if self.negative_scales else (step > 0, "above 0")
+        require(torch.isfinite(step) & legal, f"scale finite and {which}")
         require((low >= grid.low) & (high <= grid.high), "codes within the legal bounds")
 
     # --- callers use ---

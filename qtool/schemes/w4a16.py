@@ -17,12 +17,11 @@ largest weight is positive ``s = -max W / 8``, so that the largest is code 0 (it
 signs where asked (``negative_scales``).
 """
 
-import torch
 from torch import Tensor
 
 from qtool.schemes.arithmetic.activation import UNQUANTIZED
 from qtool.schemes.arithmetic.symmetric import Symmetric
-from qtool.schemes.base import Params, require
+from qtool.schemes.base import Params
 
 
 class Marlin(Symmetric):
@@ -36,11 +35,6 @@ class Marlin(Symmetric):
     activation = UNQUANTIZED
     divisor, zero, low, high = 7.5, 8, 0, 15
     negative_scales = True
-
-    def check_range(self, low: Tensor, high: Tensor, params: Params) -> None:
-        scale = params["scale"]
-        require(torch.isfinite(scale) & (scale != 0), "scale finite and not 0")
-        require((low >= self.low) & (high <= self.high), "codes within the legal bounds")
 
     def matmul(
         self, x: Tensor, codes: Tensor, params: Params, bias: Tensor | None = None

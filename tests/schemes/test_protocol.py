@@ -11,6 +11,7 @@ from qtool.calibration.rounding.scales import float_scale
 from qtool.errors import CheckFailed, QtoolError
 from qtool.schemes import Scheme, base
 from qtool.schemes.protocol import channels, require_sound
+from qtool.schemes.w4a4 import Apex4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -289,3 +290,16 @@ def test_clip_by_number_and_by_tensor(scheme: Scheme, k: int) -> None:
     assert all(torch.equal(number[name], tensor[name]) for name in number)
     assert all(torch.equal(number[name], searched[name]) for name in number)
     assert (scheme.grid(number).step < scheme.grid(whole).step).float().mean() > 0.9
+
+
+def test_a_scheme_says_whether_a_scale_below_0_is_legal() -> None:
+    signed = type("Signed", (Apex4,), {"negative_scales": True})
+    weight = torch.randn(4, 256)
+    for scheme, refusal in ((Apex4(), "finite and above 0"), (signed(), "finite and not 0")):
+        params = scheme.fit(weight, group_clip=-1.0)
+        codes = scheme.quantize(weight, params)
+        if scheme.negative_scales:
+            scheme.check(codes, params)
+            params["scale"][1, 1] = 0
+        with pytest.raises(CheckFailed, match=refusal):
+            scheme.check(codes, params)
