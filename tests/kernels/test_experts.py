@@ -229,6 +229,10 @@ def test_refuses_in_one_sentence() -> None:
         RouteExperts(ids, None, 513).require()
     with pytest.raises(QtoolError, match=r"^route_experts: ids has shape \(2,\)"):
         route_experts(ids[0], None, 2)
+    with pytest.raises(QtoolError, match=r"^route_experts: expert_map has shape \(0,\); expected"):
+        route_experts(ids, ids[:0, 0], 2)
+    with pytest.raises(QtoolError, match=r"expert_offsets has shape \(0,\); expected \(2,\)"):
+        gather_expert_rows(torch.zeros(2, 16), None, ids[:0, 0], "none")
     with pytest.raises(QtoolError, match="N = 12; expected a multiple of 8"):
         combine_experts(torch.zeros(2, 12), ids, torch.ones(2, 2))
     with pytest.raises(QtoolError, match=r"^quantize_expert_rows: K = 12; expected a multiple"):

@@ -1,5 +1,6 @@
 """The W4A4 and W4Ax op on a CPU, and the way of its weights to wgmma's registers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from qtool.kernels.activation.quantize_activation_groups import (
     quantize_activation_groups,
 )
 from qtool.kernels.hopper.w4ax import LAYOUTS, w4ax_gemm
+from qtool.kernels.mma.w4ax import w4ax_mma_gemm
 from qtool.schemes.fmpq import Fmpq
 from tests.kernels import registers as r
 
@@ -120,6 +122,16 @@ def test_refuses_in_one_sentence(name: str, value: object, message: str) -> None
     with pytest.raises(QtoolError, match=message) as error:
         w4ax_gemm(**given | {name: value})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("op", "code"), [(w4ax_gemm, torch.int8), (w4ax_mma_gemm, torch.uint8)])
+def test_refuses_a_weight_without_inputs(op: Callable[..., Tensor], code: torch.dtype) -> None:
+    x, sx, qweight = torch.zeros(5, 0, dtype=code), torch.zeros(0, 8), torch.zeros(0, 64, 16)
+    more = {"eight_bit": None} if op is w4ax_mma_gemm else {}
+    weight = {"qweight": qweight.byte(), "scale": torch.zeros(0, 64), "bias": None}
+    how = {"layout": "apex4", "group_size": None, "out_dtype": torch.float32}
+    with pytest.raises(QtoolError, match=r"K = 0 .* above 0 and at most 65536"):
+        op(x=x, sx=sx, **weight, **more, **how)
 
 
 def test_has_every_group_size_of_the_scheme() -> None:

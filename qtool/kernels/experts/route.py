@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels.build import Build, Source, cubin
-from qtool.kernels.checks import Expected, require_tensors
+from qtool.kernels.checks import Expected, optional, require_tensors
 from qtool.kernels.hopper.gemm import require_hopper
 from qtool.kernels.launch import launch, load, pointers
 from qtool.kernels.op import operator
@@ -51,14 +51,16 @@ class RouteExperts(NamedTuple):
     experts: int
 
     def require(self) -> None:
-        op, ids, experts = "route_experts", self.ids, self.expert_map
+        op, ids = "route_experts", self.ids
+        mapped = 0 if self.expert_map is None else self.expert_map.numel()
         if ids.dim() != 2 or ids.shape[1] == 0:
             raise QtoolError(f"{op}: ids has shape {tuple(ids.shape)}; expected [T, k]")
         if not 0 < self.experts <= MOST_EXPERTS:
             raise QtoolError(f"{op}: {self.experts} experts; accepted: 1 to {MOST_EXPERTS}")
         expected: dict[str, Expected] = {
             "ids": (ids, tuple(ids.shape), (torch.int32,)),
-            "expert_map": (experts, None if experts is None else (len(experts),), (torch.int32,)),
+            # the address of an empty tensor is null, which the kernel takes for no map
+            "expert_map": optional(self.expert_map, (max(1, mapped),), (torch.int32,)),
         }
         require_tensors(op, ids.device, expected)
 

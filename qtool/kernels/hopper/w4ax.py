@@ -103,10 +103,10 @@ class W4AxGemm(NamedTuple):
                 "expected [M, K] and [G, N]"
             )
         (m, k), n = self.x.shape, self.scale.shape[1]
-        if n % 64 or k % 64 or (group_size and k % group_size) or k > MOST_CHANNELS:
+        if n % 64 or k % 64 or k % (group_size or 64) or not 0 < k <= MOST_CHANNELS:
             raise QtoolError(
                 f"{op}: N = {n} and K = {k} must be multiples of 64, K of the group size "
-                f"{group_size} too, and at most {MOST_CHANNELS}"
+                f"{group_size} too, above 0 and at most {MOST_CHANNELS}"
             )
         groups = k // (group_size or k)
         qweight = (k // 32, n, 16) if layout == "apex4" else (n, k // 2)

@@ -114,10 +114,10 @@ class W4AxMmaGemm(NamedTuple):
                 "expected [M, K/2] and [G, N]"
             )
         m, n, k = self.x.shape[0], self.scale.shape[1], self.k
-        if n % 8 or k % max(32, group_size or 0) or k > MOST_CHANNELS:
+        if n % 8 or k % max(32, group_size or 0) or not 0 < k <= MOST_CHANNELS:
             raise QtoolError(
                 f"{op}: N = {n} must be a multiple of 8, K = {k} one of 32 and of the group size "
-                f"{group_size}, at most {MOST_CHANNELS}"
+                f"{group_size}, above 0 and at most {MOST_CHANNELS}"
             )
         groups = k // (group_size or k)
         qweight = (k // 32, n, 16) if layout == "apex4" else (n, k // 2)
