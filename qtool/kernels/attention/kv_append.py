@@ -117,7 +117,7 @@ class KvAppend(NamedTuple):
         tensors = (x, self.codes, channel, self.scale, self.zero, self.lengths)
         numbers = (*x.stride()[:3], items, heads, added, self.tokens, cached.capacity)
         parameters = PARAMETERS.pack(*pointers(*tensors), *numbers)
-        kernel = _kernel(cached.bits, dim, x.dtype, arch, device.index)
+        kernel = kernel_of(cached.bits, dim, x.dtype, arch, device.index)
         blocks = blocks_of(items, dim)
         launch(kernel, blocks, THREADS, 0, parameters, device, overlap=overlap)
 
@@ -137,8 +137,11 @@ def blocks_of(items: int, dim: int) -> int:
 
 
 @cache
-def _kernel(bits: int, dim: int, dtype: torch.dtype, arch: str, device: int) -> int:
-    return load(cubin(*definition(bits, dim, dtype), arch), "kv_append", 0, device)
+def kernel_of(
+    bits: int, dim: int, dtype: torch.dtype, arch: str, device: int, *, paged: bool = False
+) -> int:
+    """The handle of the kernel for a cache, dense or paged."""
+    return load(cubin(*definition(bits, dim, dtype, paged), arch), "kv_append", 0, device)
 
 
 def definition(bits: int, dim: int, dtype: torch.dtype, paged: bool = False) -> Source:

@@ -7,18 +7,16 @@ Legend: T tokens, H kv heads, D head dimension.
 """
 
 import struct
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qtool.kernels.attention.kv_append import THREADS, aligned, blocks_of, definition
+from qtool.kernels.attention.kv_append import THREADS, aligned, blocks_of, kernel_of
 from qtool.kernels.attention.packed_cache import TOKENS
 from qtool.kernels.attention.paged_cache import PagedCache, require_keys_and_values
-from qtool.kernels.build import cubin
 from qtool.kernels.checks import Expected, optional, require_tensors
-from qtool.kernels.launch import launch, load, pointers, require_ampere
+from qtool.kernels.launch import launch, pointers, require_ampere
 from qtool.kernels.op import Launch, operator
 from qtool.schemes.kv import KV4, KV8, KVQuantizer
 
@@ -93,7 +91,7 @@ class KvAppendPaged(NamedTuple):
         device, bits = self.key.device, self.cache.bits
         _, heads, dim = self.key.shape
         arch, overlap = require_ampere(OP, device)
-        kernel = _kernel(bits, dim, self.key.dtype, arch, device.index)
+        kernel = kernel_of(bits, dim, self.key.dtype, arch, device.index, paged=True)
 
         def start(call: KvAppendPaged, out: None) -> None:
             tokens, pages = call.key.shape[0], call.pages
@@ -114,8 +112,3 @@ class KvAppendPaged(NamedTuple):
 
 
 kv_append_paged = operator(OP, KvAppendPaged, mutates=("pages",), rows=("key", "value", "slots"))
-
-
-@cache
-def _kernel(bits: int, dim: int, dtype: torch.dtype, arch: str, device: int) -> int:
-    return load(cubin(*definition(bits, dim, dtype, paged=True), arch), "kv_append", 0, device)
