@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from qtool.calibration.cost import Work
+from qtool.calibration.precision import tensor_cores
 from qtool.io.source import Checkpoint
 from qtool.pipeline.planning.memory import ContinuationMemory
 
@@ -57,24 +58,16 @@ def measure(source: Checkpoint, directory: Path, device: torch.device) -> Ceilin
     size = 8192 if device.type == "cuda" else 512
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    def matmul(dtype: torch.dtype, tf32: bool = False) -> float:
+    def matmul(dtype: torch.dtype) -> float:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        try:
-            return 2 * size**3 / _seconds(lambda: torch.mm(a, b), device)
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = False
+        return 2 * size**3 / _seconds(lambda: torch.mm(a, b), device)
 
     block = torch.empty(min(PROBE_BYTES, size * size * 16), dtype=torch.uint8, device=device)
-    memory = 2 * block.nbytes / _seconds(lambda: block.clone(), device)
-    return Ceilings(
-        _read(source),
-        _write(directory),
-        memory,
-        matmul(half),
-        matmul(torch.float32, True),
-        matmul(torch.float32),
-    )
+    memory = 2 * block.nbytes / _seconds(block.clone, device)
+    with tensor_cores():
+        tf32 = matmul(torch.float32)
+    files = _read(source), _write(directory)
+    return Ceilings(*files, memory, matmul(half), tf32, matmul(torch.float32))
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:

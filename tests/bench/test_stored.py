@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from qtool.bench import gemm
+from qtool.bench import ceilings, gemm
 from qtool.bench.cuda_graphs import floor_us
 from qtool.bench.stored import machine, store
+from qtool.calibration.precision import tensor_cores
 from qtool.serving.bench import Served
 
 TABLES = Path(__file__).parents[2] / "benchmarks" / "tables.py"
@@ -61,3 +63,14 @@ def test_runs_of_bench_serve_become_a_table(
     text = tables["serving"]()
     assert "**two GPUs**" in text and "| qtool w4a8-lqq | 16 | 3.00 | 70,000 |" in text
     assert "Measured by `qtool bench serve` on a GPU, " in text
+
+
+def test_measuring_matmuls_leaves_the_use_of_tf32_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ceilings, "PROBE_BYTES", 1 << 25)
+    nothing: Any = SimpleNamespace(entries={})
+    with tensor_cores():
+        ceilings.measure(nothing, tmp_path, torch.device("cpu"))
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert not any(tmp_path.iterdir())
