@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from qtool.io.safetensors import write_text
+
 
 def machine(device: str = "cpu") -> str:
     """The processor of ``device`` and the software versions; it names no host."""
@@ -31,7 +33,7 @@ def store(path: Path, found: dict[str, Any], *, device: str = "cpu") -> None:
         "date": time.strftime("%Y-%m-%d"),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts | found, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json.dumps(facts | found, indent=1, ensure_ascii=False) + "\n")
 
 
 def _processor() -> str:

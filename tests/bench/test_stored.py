@@ -65,6 +65,15 @@ def test_runs_of_bench_serve_become_a_table(
     assert "Measured by `qtool bench serve` on a GPU, " in text
 
 
+def test_a_file_name_outside_utf_8_does_not_empty_the_stored_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", "caf\udce9"])  # as Python decodes b"caf\xe9"
+    path = tmp_path / "found.json"
+    store(path, {"rows": [1]})
+    assert json.loads(path.read_text())["command"] == "python bench.py caf?"
+
+
 def test_measuring_matmuls_leaves_the_use_of_tf32_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
