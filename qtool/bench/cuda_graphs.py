@@ -42,5 +42,5 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int = 15) -> float:
 
 
 def copies(bytes_each: float) -> int:
-    """The number of weights to rotate: at least four, and more than the L2 cache in all."""
+    """The number of weights to rotate, 4 to 64: together larger than the L2 cache, if 64 are."""
     return max(4, min(64, int(ROTATED_BYTES / bytes_each) + 1))

@@ -12,7 +12,7 @@ from qtool.bench.cuda_graphs import BANDWIDTH, copies, graph_us
 from qtool.errors import QtoolError
 from qtool.kernels.attention.kv_append import kv_append
 from qtool.kernels.attention.kv_attention import kv_attention
-from qtool.kernels.attention.packed_cache import TOKENS
+from qtool.kernels.attention.packed_cache import MOST_CHANNELS, TOKENS, takes_head_dim
 from qtool.units import whole_number
 
 #: the default shapes; the project states its speed for the first one
@@ -53,10 +53,10 @@ class Shape:
                 "dimension"
             )
         shape = cls(*numbers)
-        if shape.tokens % TOKENS or shape.q_heads % shape.heads or shape.dim % 16:
+        if shape.tokens % TOKENS or shape.q_heads % shape.heads or not takes_head_dim(shape.dim):
             raise QtoolError(
                 f"{text!r}: tokens must be a multiple of {TOKENS}, query heads of kv heads, the "
-                "head dimension of 16"
+                f"head dimension of 16, up to {MOST_CHANNELS}"
             )
         return shape
 

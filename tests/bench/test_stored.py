@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from qtool.bench import ceilings, gemm
+from qtool.bench import ceilings, gemm, kv
 from qtool.bench.cuda_graphs import floor_us
 from qtool.bench.stored import machine, store
 from qtool.calibration.precision import tensor_cores
+from qtool.errors import QtoolError
 from qtool.serving.bench import Served
 
 TABLES = Path(__file__).parents[2] / "benchmarks" / "tables.py"
@@ -72,6 +73,12 @@ def test_a_file_name_outside_utf_8_does_not_empty_the_stored_file(
     path = tmp_path / "found.json"
     store(path, {"rows": [1]})
     assert json.loads(path.read_text())["command"] == "python bench.py caf?"
+
+
+def test_a_head_dimension_that_no_kernel_has_is_refused_before_anything_is_measured() -> None:
+    for dim in (40, 272):
+        with pytest.raises(QtoolError, match="the head dimension of 16, up to 256"):
+            kv.Shape.parse(f"1x64x8x32x{dim}")
 
 
 def test_measuring_matmuls_leaves_the_use_of_tf32_as_it_was(
