@@ -251,6 +251,13 @@ def test_keys_and_values_must_be_alike() -> None:
             kv_gather(**gather | {"value": other})
 
 
+@pytest.mark.parametrize("negative", ["total", "window"])
+def test_gathering_refuses_numbers_below_0(negative: str) -> None:
+    gather = gathered(Filled("kv4").fill(), 0, False)[2]
+    with pytest.raises(QtoolError, match=rf"kv_gather: .*{negative} -1.*; expected 0 or more"):
+        kv_gather(**gather | {negative: -1})
+
+
 def test_a_long_sequence_among_short_ones_is_split() -> None:
     for bits, group in product((4, 8), (1, 8, 16)):
         plan = Plan.of(bits, 128, group)

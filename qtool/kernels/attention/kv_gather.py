@@ -81,6 +81,10 @@ class KvGather(NamedTuple):
         require_keys_and_values(OP, key, self.value)
         _, heads, dim = key.shape
         self.cache.require(heads, device)
+        if self.total < 0 or self.window < 0:
+            raise QtoolError(
+                f"{OP}: total {self.total} and window {self.window}; expected 0 or more"
+            )
         if self.threads >= 1 << 31:
             raise QtoolError(f"{OP}: {self.total} tokens of {heads} heads are too many for a call")
         batch = self.cached.shape[0]
