@@ -29,7 +29,8 @@ def require_tensors(op: str, device: torch.device, expected: Mapping[str, Expect
             )
         if tensor.device != device:
             raise QtoolError(
-                f"{op}: {name} is on {tensor.device}, x on {device}; all must be on one device"
+                f"{op}: {name} is on {tensor.device}, the first tensor on {device}; all must be on "
+                "one device"
             )
         if not tensor.is_contiguous():
             raise QtoolError(f"{op}: {name} has strides {tensor.stride()}; it must be contiguous")

@@ -184,7 +184,14 @@ def test_opcheck(name: str) -> None:
             lambda c: {"lengths": torch.tensor([1, 2])},
             "lengths is torch.int64; expected torch.int32",
         ),
-        (lambda c: {"mask": torch.ones(2, 1, 1, 50, dtype=torch.bool)}, "mask has shape"),
+        (
+            lambda c: {"mask": torch.ones(2, 1, 1, 50, dtype=torch.bool)},
+            r"mask has shape \(2, 1, 1, 50\); expected \(2, 1, 50\)",
+        ),
+        (
+            lambda c: {"lengths": torch.zeros(2, dtype=torch.int32, device="meta")},
+            "lengths is on meta, the first tensor on cpu; all must be on one device",
+        ),
         (lambda c: {"softcap": -1.0}, "softcap -1.0"),
     ],
 )

@@ -94,10 +94,10 @@ class KvAttention(NamedTuple):
             )
         if not 0 <= self.tokens <= keys.capacity:
             raise QtoolError(f"{OP}: {self.tokens} tokens; the cache has room for {keys.capacity}")
-        seen = mask.shape[2] if mask is not None and mask.dim() == 3 else 0
+        last = 0 if mask is None else mask.shape[-1:].numel()
         expected = {
             "lengths": optional(self.lengths, (batch,), (torch.int32,)),
-            "mask": optional(mask, (batch, queries, seen), (torch.bool,)),
+            "mask": optional(mask, (batch, queries, last), (torch.bool,)),
         }
         require_tensors(OP, device, expected)
 
