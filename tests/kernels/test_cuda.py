@@ -57,3 +57,12 @@ def test_activation_quantization_equals_the_cpu(k: int) -> None:
         want = quantize_activation(x, order, None, "none", 0.0, rotated)
         got = quantize_activation(x.cuda(), order.cuda(), None, "none", 0.0, rotated)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
+
+
+def test_the_scale_of_a_token_is_never_subnormal() -> None:
+    """The CPU reference raises it to 2**-126: a smaller one would have too few bits, or be 0."""
+    x = torch.randn(5, 64) * 2.0 ** torch.tensor([[0], [-120], [-128], [-140], [-148]])
+    want = quantize_activation(x, None, None, "none", 0.0)
+    assert (want[1][2:] == 2.0**-126).all()
+    got = quantize_activation(x.cuda(), None, None, "none", 0.0)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))

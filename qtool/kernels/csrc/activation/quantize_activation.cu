@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int j = 0; j < 8; ++j) top = fmaxf(top, fabsf(y[i][j]));
     top = reduce<kTop>(top, scratch);
-    const float scale = top > 0.f ? top / 127.f : 1.f;
+    const float scale = top > 0.f ? fmaxf(top / 127.f, 1.17549435e-38f) : 1.f;
 
     const float inverse = 1.f / scale;
     int sum = 0;
