@@ -12,13 +12,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.layouts.base import Layout, require_bytes, require_codes
-from qtool.layouts.digits import (
-    Permutation,
-    digit_sizes,
-    order_names,
-    parse_digits,
-    tile_size,
-)
+from qtool.layouts.digits import Permutation, digit_sizes, order_names, parse_digits, tile_size
 from qtool.layouts.words import (
     WORDS,
     as_words,

@@ -16,10 +16,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError
 from qtool.kernels.activation.arrangement import SPAN
-from qtool.kernels.activation.quantize_activation_groups import (
-    QuantizeActivationGroups,
-    definition,
-)
+from qtool.kernels.activation.quantize_activation_groups import QuantizeActivationGroups, definition
 from qtool.kernels.build import ARCHS, Build
 from qtool.kernels.op import operator
 from qtool.schemes.fmpq import BLOCK

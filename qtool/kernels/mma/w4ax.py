@@ -27,12 +27,7 @@ from qtool.kernels.activation.quantize_packed_groups import unpack_tokens
 from qtool.kernels.build import Build
 from qtool.kernels.checks import Expected, optional, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
-from qtool.kernels.hopper.w4ax import (
-    LAYOUTS,
-    MOST_CHANNELS,
-    W4AxGemm,
-    require_layout,
-)
+from qtool.kernels.hopper.w4ax import LAYOUTS, MOST_CHANNELS, W4AxGemm, require_layout
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma.gemm import MmaOperand, MmaWeight
 from qtool.kernels.op import operator
