@@ -195,7 +195,7 @@ class DigitLayout(Layout):
                 word = WORDS[sizes[last]]
             elif tail[-2:-1] == [last] and sizes[last] == sizes[tail[-1]] == 2:
                 word, pair = torch.int16, tail[-1]
-                order = order.removesuffix(pair)
+                order = order.rstrip().removesuffix(pair)
         move = Permutation(" ".join(name for name in source if name != pair), order)
         return _Plan(move, sizes if word == torch.uint8 else sizes | {last: 1}, word, pair, source)
 

@@ -2,6 +2,7 @@
 refused.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,13 @@ def test_unpack_inverts_pack(
     restored = layout.unpack(packed, n, k, signed=signed)
     assert restored.dtype == codes.dtype
     assert torch.equal(restored, codes)
+
+
+@every_digit_layout
+def test_space_around_an_order_means_nothing(layout: DigitLayout) -> None:
+    codes = random_codes(layout, *layout.tile, 0, signed=False)
+    spaced = replace(layout, order=f" {layout.order}  ")
+    assert torch.equal(spaced.pack(codes)["qweight"], layout.pack(codes)["qweight"])
 
 
 @every_layout
