@@ -148,7 +148,8 @@ def run(
             with a CPU, ``out`` holds anything but an earlier measured run, or ``OUT.partial``
             exists.
     """
-    cuda = torch.device(device).type == "cuda"
+    where = torch.device(device)
+    cuda = where.type == "cuda"
     if device_memory is not None and not cuda:
         raise QtoolError(f"--device-memory {device_memory}: --device cuda is expected beside it")
     _require_replaceable(out)
@@ -160,13 +161,13 @@ def run(
         options = QuantizeOptions(samples=samples, seqlen=seqlen)
         calibration = Windows(checkpoint, job, torch.cat(list(tokens)), options, device)
     shutil.rmtree(out, ignore_errors=True)
-    ceilings = measure(checkpoint, out.parent, torch.device(device))
+    ceilings = measure(checkpoint, out.parent, where)
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         if device_memory is not None:
             share = min(1.0, 1e9 * device_memory / torch.cuda.mem_get_info(device)[1])
-            torch.cuda.set_per_process_memory_fraction(share, torch.device(device).index)
+            torch.cuda.set_per_process_memory_fraction(share, where.index)
     quantize(
         checkpoint,
         recipe,
@@ -178,9 +179,8 @@ def run(
     )
     record = json.loads(record_path(out).read_text())
     reserved = torch.cuda.max_memory_reserved(device) if cuda else 0
-    memory = gpu_memory(torch.device(device))[0] if cuda else H200.memory
-    kind = torch.device(device).type
-    planned = plan(job, samples, seqlen, memory, device=kind, place=activations)
+    memory = gpu_memory(where)[0] if cuda else H200.memory
+    planned = plan(job, samples, seqlen, memory, device=where.type, place=activations)
     floors = ceilings.floors(work_of(job, samples, job.window(seqlen)), planned.continuation)
     measured = Measured(record, ceilings, floors, reserved, planned)
     write_json(out / RECORD, read_record(out) | {"bench": measured.as_dict()})
