@@ -63,7 +63,7 @@ class Column:
     def _weight(self, n: int, k: int) -> Weight:
         if self.scheme in S4_LAYOUTS:
             scale = (torch.rand(k // (self.group_size or k), n, device="cuda") * 1e-3).bfloat16()
-            shape = (k // 32, n, 16) if self.scheme == "w4a4" else (n, k // 2)
+            shape = w4ax.stored_shape(S4_LAYOUTS[self.scheme], n, k)
             return Weight(scale, boxed=draw(0, 256, *shape).flatten(1))
         scale = torch.rand(n, device="cuda") * 1e-3
         if self.scheme == "w8a8":

@@ -72,7 +72,7 @@ class QuantizeActivationGroups(NamedTuple):
     @property
     def k(self) -> int:
         """Input channels of the linear."""
-        return self.x.shape[1] // (2 if self.fusion == "silu-up" else 1)
+        return self.by_token.k
 
     @property
     def by_token(self) -> QuantizeActivation:

@@ -109,11 +109,10 @@ class W4AxGemm(NamedTuple):
                 f"{group_size} too, above 0 and at most {MOST_CHANNELS}"
             )
         groups = k // (group_size or k)
-        qweight = (k // 32, n, 16) if layout == "apex4" else (n, k // 2)
         expected: dict[str, Expected] = {
             "x": (self.x, (m, k), (torch.int8,)),
             "sx": (self.sx, scale_shape(groups, m), (torch.float32,)),
-            "qweight": (self.qweight, qweight, (torch.uint8,)),
+            "qweight": (self.qweight, stored_shape(layout, n, k), (torch.uint8,)),
             "scale": (self.scale, (groups, n), FLOATS),
             "bias": optional(self.bias, (n,), FLOATS),
         }
@@ -144,6 +143,11 @@ class W4AxGemm(NamedTuple):
 
 
 w4ax_gemm = operator("w4ax_gemm", W4AxGemm)
+
+
+def stored_shape(layout: str, n: int, k: int) -> tuple[int, ...]:
+    """The shape of the codes of a weight ``[n, k]`` in ``layout``."""
+    return (k // 32, n, 16) if layout == "apex4" else (n, k // 2)
 
 
 def require_layout(

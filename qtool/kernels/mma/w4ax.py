@@ -27,7 +27,13 @@ from qtool.kernels.activation.quantize_packed_groups import unpack_tokens
 from qtool.kernels.build import Build
 from qtool.kernels.checks import Expected, optional, require_tensors
 from qtool.kernels.dtypes import FLOATS, NUMBERS
-from qtool.kernels.hopper.w4ax import LAYOUTS, MOST_CHANNELS, W4AxGemm, require_layout
+from qtool.kernels.hopper.w4ax import (
+    LAYOUTS,
+    MOST_CHANNELS,
+    W4AxGemm,
+    require_layout,
+    stored_shape,
+)
 from qtool.kernels.mma import gemm as mma
 from qtool.kernels.mma.gemm import MmaOperand, MmaWeight
 from qtool.kernels.op import operator
@@ -115,11 +121,10 @@ class W4AxMmaGemm(NamedTuple):
                 f"{group_size}, above 0 and at most {MOST_CHANNELS}"
             )
         groups = k // (group_size or k)
-        qweight = (k // 32, n, 16) if layout == "apex4" else (n, k // 2)
         expected: dict[str, Expected] = {
             "x": (self.x, tuple(self.x.shape), (torch.uint8,)),
             "sx": (self.sx, scale_shape(groups, m), (torch.float32,)),
-            "qweight": (self.qweight, qweight, (torch.uint8,)),
+            "qweight": (self.qweight, stored_shape(layout, n, k), (torch.uint8,)),
             "scale": (self.scale, (groups, n), FLOATS),
             "eight_bit": optional(self.eight_bit, (k // BLOCK,), (torch.uint8,)),
             "bias": optional(self.bias, (n,), FLOATS),
