@@ -27,7 +27,7 @@ from qtool.kernels.op import operator
 OP = "kv_gather"
 THREADS = 128
 #: csrc/attention/kv_gather.cu
-PARAMETERS = struct.Struct("<11Q5q6i")
+PARAMETERS = struct.Struct("<11Q5q5i4x")
 
 
 class KvGather(NamedTuple):
@@ -132,7 +132,7 @@ class KvGather(NamedTuple):
         parameters = PARAMETERS.pack(
             *pointers(key, value, self.keys, self.values, *channel, pages, *indices),
             *(*key.stride()[:2], *value.stride()[:2], pages.stride(0)),
-            *(self.cached.shape[0], heads, self.total, self.table.stride(0), self.window, 0),
+            *(self.cached.shape[0], heads, self.total, self.table.stride(0), self.window),
         )
         kernel = _kernel(self.cache.bits, dim, key.dtype, arch, device.index)
         launch(kernel, -(-self.threads // THREADS), THREADS, 0, parameters, device, overlap=overlap)

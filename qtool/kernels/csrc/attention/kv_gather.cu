@@ -16,7 +16,7 @@ struct Params {
     const int *table, *starts, *fresh, *cached;
     long long stride[2][2];  // of x, in elements: token, head
     long long page_stride;
-    int sequences, heads, total, table_stride, window, unused;
+    int sequences, heads, total, table_stride, window;
 };
 
 struct alignas(16) Eight {
