@@ -210,7 +210,8 @@ def test_head_dimensions_and_appends_that_do_not_fit_are_refused() -> None:
     x = random(BATCH, HEADS, 3, 32)
     for cache, tokens, message in (
         (room("kv4", x), 2, "2 tokens, 3 of them new"),
-        (room("kv8", x) | {"channel": None}, 3, "scale is missing"),
+        (room("kv8", x) | {"channel": None}, 3, "kv8's scales are given as channel"),
+        (room("kv8", x) | {"scale": torch.ones(1)}, 3, "as channel; scale must be None"),
         (room("kv4", x) | {"channel": torch.ones(HEADS, 16)}, 3, "channel has shape"),
     ):
         with pytest.raises(QtoolError, match=message):

@@ -72,10 +72,8 @@ class KvAppend(NamedTuple):
                 f"{OP}: x is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; expected "
                 "float32, float16 or bfloat16 [B, H, t, D] whose channels are adjacent"
             )
-        if codes.dtype == torch.int8 and self.scale is not None:
-            raise QtoolError(
-                f"{OP}: scale is given, but kv8's are those of the channels; pass None"
-            )
+        if codes.dtype == torch.int8 and (self.scale is not None or self.channel is None):
+            raise QtoolError(f"{OP}: kv8's scales are given as channel; scale must be None")
         batch, heads, added, dim = x.shape
         cached.require(batch, heads, dim, x.device)
         if not added <= self.tokens <= cached.capacity:
