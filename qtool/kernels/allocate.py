@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Inductor's allocators, on the current device, in a third of the time of ``Tensor.new_empty``
+#: Inductor's allocators take a third of the time of ``Tensor.new_empty``, on the current device
 inductor: Any = torch._C._dynamo.guards
 
 

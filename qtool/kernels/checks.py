@@ -57,6 +57,6 @@ def require_aligned(op: str, name: str, tensor: Tensor) -> None:
 def require_out_dtype(
     op: str, dtype: torch.dtype, accepted: Collection[torch.dtype] = tuple(NUMBERS)
 ) -> None:
-    """Refuse an output dtype that is not among those ``accepted``: by default, by integer GEMMs."""
+    """Refuse an output dtype that is not ``accepted``, by default those of the integer GEMMs."""
     if dtype not in accepted:
         raise QtoolError(f"{op}: out_dtype is {dtype}; accepted: {', '.join(map(str, accepted))}")

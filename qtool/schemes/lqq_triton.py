@@ -126,7 +126,7 @@ def fit(
 
 
 def fake(weight: Tensor, params: Params, *, less: bool) -> Tensor:
-    """The rounded ``weight [N, K]`` in float32, ``less`` the weight itself if wanted."""
+    """The rounded ``weight [N, K]``, or if ``less`` its difference to the weight, in float32."""
     weight, n, k = weight.contiguous(), *weight.shape
     out = torch.empty(n, k, dtype=torch.float32, device=weight.device)
     inputs = [params[name].contiguous() for name in ("s1", "s2", "offset")]

@@ -46,7 +46,7 @@ class QuantizeActivationGroups(NamedTuple):
     """Codes int8 ``[M, K]`` and scales float32 ``[G, M4]`` of an input.
 
     M4 is M rounded up to a multiple of 4, padded with 1. ``x``, ``order``, ``norm``, ``fusion``,
-    ``epsilon`` and ``rotated`` are as of
+    ``epsilon`` and ``rotated`` are those of
     :func:`~qtool.kernels.activation.quantize_activation.quantize_activation`.
 
     Args:

@@ -33,7 +33,7 @@ OP, FUSION = "quantize_residual_norm", "residual-norm"
 class QuantizeResidualNorm(NamedTuple):
     """Codes int8 ``[M, K]``, scales float32 ``[M]``, sums int32 ``[M]``, and ``x + residual``.
 
-    ``order``, ``norm`` and ``epsilon`` are as of
+    ``order``, ``norm`` and ``epsilon`` are those of
     :func:`~qtool.kernels.activation.quantize_activation.quantize_activation`.
 
     Args:

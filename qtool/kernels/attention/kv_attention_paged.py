@@ -27,7 +27,7 @@ OP = "kv_attention_paged"
 class KvAttentionPaged(NamedTuple):
     """Write the attention of one query per sequence, its last token, to ``out``.
 
-    ``scaling``, ``softcap`` and ``window`` are as of ``kv_attention``.
+    ``scaling``, ``softcap`` and ``window`` are those of ``kv_attention``.
 
     Args:
         query: float16 or bfloat16 ``[B, Hq, D]``; tokens may lie apart.

@@ -33,7 +33,7 @@ PARAMETERS = struct.Struct("<11Q5q5i4x")
 class KvGather(NamedTuple):
     """Fill the first ``total`` rows of ``keys`` and ``values``.
 
-    ``pages``, ``table``, ``k_scale``, ``v_scale`` and ``k_offset`` are as of
+    ``pages``, ``table``, ``k_scale``, ``v_scale`` and ``k_offset`` are those of
     ``kv_attention_paged``.
 
     Args:

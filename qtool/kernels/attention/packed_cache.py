@@ -42,7 +42,7 @@ class PackedCache:
 
     @property
     def capacity(self) -> int:
-        """C."""
+        """The tokens that it has room for, C."""
         return self.codes.shape[2]
 
     @property
