@@ -69,12 +69,14 @@ def methods() -> str:
     """The options of every transform and rounding, with their defaults."""
     rows = []
     for name, method in {**calibration.TRANSFORMS, **calibration.ROUNDINGS}.items():
+        options = []
         for option in fields(method):
             default = option.default
             if default is MISSING:
                 default = option.default_factory() if callable(option.default_factory) else ""
-            rows.append([f"`{name}`", f"`{option.name}`", f"`{default}`"])
-    return markdown(["method", "option", "default"], rows)
+            options.append(f"`{option.name}` {default}")
+        rows.append([f"`{name}`", ", ".join(options) or "none"])
+    return markdown(["method", "options and their defaults"], rows)
 
 
 def departures() -> str:

@@ -183,7 +183,7 @@ def test_linears_of_mamba_are_found_on_one_gpu_and_refused_on_two(tmp_path: Path
     rows = list(layers(loaded(checkpoint.directory), checkpoint))
     assert [row for row in rows if row.name.endswith("in_proj")]
     assert not [row for row in rows if row.problem]
-    with pytest.raises(QtoolError, match=r"in_proj: 2 ranks would hold copies of its groups"):
+    with pytest.raises(QtoolError, match=r"in_proj: 2 ranks would share a group"):
         loaded(checkpoint.directory, 0, 2)
 
 

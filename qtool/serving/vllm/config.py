@@ -212,11 +212,11 @@ class QtoolConfig(QuantizationConfig):
         return self._ask([f"{parent}.{part}" for part in parts])
 
     def _require_one_rank(self, prefix: str) -> None:
-        """Refuse ranks with copies of Mamba 2's groups, which vLLM makes of 16-bit weights."""
+        """Refuse a mixer of Mamba 2 on several ranks: vLLM copies groups of 16-bit weights only."""
         if (ranks := get_tensor_model_parallel_world_size()) > 1:
             raise QtoolError(
-                f"{prefix}: {ranks} ranks would hold copies of its groups, which vLLM makes of "
-                "16-bit weights only; use a tensor-parallel size that divides their number"
+                f"{prefix}: {ranks} ranks would share a group, and vLLM copies groups of 16-bit "
+                "weights only; use a tensor-parallel size that divides the number of groups"
             )
 
     def _require_heads(self, name: str, linear_format: LinearFormat) -> None:
