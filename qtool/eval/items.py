@@ -8,7 +8,8 @@ too: over questions, or over texts weighted by their words or bytes,
 
 The items of such a ratio R are R + n (l_i - R w_i) / sum w. Their mean is R, and the standard error
 of their mean is that of R to first order (the delta method), also for the difference of two models.
-Metrics that are no mean (F1, corpus BLEU, ...) have no items.
+Metrics that are no mean (F1, corpus BLEU, ...) have no items, and neither have infinite ones, which
+JSON cannot hold.
 """
 
 import math
@@ -58,7 +59,8 @@ def metrics_and_items(
             stderr, higher = standard_error(found), False
         label = LOGARITHMS.get(metric, metric) + ("" if filtered == "none" else f",{filtered}")
         metrics[label] = Metric(value, stderr, higher, max(0, len(logged) - 1))
-        if found and math.isclose(_mean(found), value, rel_tol=1e-9, abs_tol=1e-12):
+        is_mean = bool(found) and math.isclose(_mean(found), value, rel_tol=1e-9, abs_tol=1e-12)
+        if is_mean and math.isfinite(value):
             items[label] = found
     return metrics, items
 
@@ -92,6 +94,8 @@ def _items(metric: str, logged: Sequence[Any]) -> list[float]:
 def _ratio(totals: Sequence[float], weights: Sequence[float]) -> list[float]:
     whole = math.fsum(weights)
     ratio, count = math.fsum(totals) / whole, len(weights)
+    if math.isinf(ratio):
+        return [ratio] * count
     return [ratio + count * (t - ratio * w) / whole for t, w in zip(totals, weights, strict=True)]
 
 

@@ -49,3 +49,14 @@ def test_a_text_perplexity_is_a_ratio_whose_error_is_the_jackknifes() -> None:
     without = (nll.sum() - nll) / (words.sum() - words)
     jackknife = float((399 / 400 * (without - without.mean()).square().sum()).sqrt())
     assert found.stderr == pytest.approx(jackknife, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("metric", "logged"),
+    [("perplexity", [-math.inf, -1.0]), ("word_perplexity", [(-math.inf, 2.0), (-1.0, 3.0)])],
+)
+def test_a_text_without_probability_has_an_infinite_perplexity(metric: str, logged: list) -> None:
+    metrics, items = metrics_and_items({f"{metric},none": math.inf}, samples(metric, logged), {})
+    [found] = metrics.values()
+    assert (found.value, found.stderr) == (math.inf, None)
+    assert items == {}  # as JSON they would be null, and no saved result could be compared
