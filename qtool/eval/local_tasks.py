@@ -172,7 +172,7 @@ def _read(path: Path) -> list[Row]:
             if line.strip()
         ]
         json.dumps(rows, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # also for thousands of brackets
         raise QtoolError(f"{path} is not JSON lines: {error}") from None
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise QtoolError(f"{path} is not JSON lines of objects: no task can be made of it")

@@ -284,6 +284,7 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
     [
         ("", "no task can be made of it"),
         ("{", "is not JSON lines"),
+        ("[" * 100_000, "is not JSON lines: maximum recursion depth exceeded"),
         ("[1]\n", "is not JSON lines of objects"),
         (
             '{"question": "a", "answer": "b"}\n',
