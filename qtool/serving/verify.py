@@ -104,12 +104,14 @@ def verify_in_vllm(
             **FIXED_CACHE,
             **profiled(Path(folder)),
         )
+        each = llm.apply_model(multiplications)
+        if not all(each):
+            raise QtoolError(f"{directory}: vLLM built no layer from packed linears")
         if tensor_parallel == 1:
             yield from llm.apply_model(lambda model: list(layers(model, checkpoint)))[0]
         llm.start_profile()
         answers(llm, prompts[:4], greedy(DECODED + 1))
         llm.stop_profile()
-        each = llm.apply_model(multiplications)
         yield from replays(read_profiles(Path(folder)), each, DECODED, graphs=compiled)
     found = answers(llm, prompts, greedy(tokens, prompt_scores=True))
     yield perplexity(torch.tensor([prompt_scores(answer) for answer in found]), ours)
@@ -118,10 +120,8 @@ def verify_in_vllm(
 
 def layers(model: nn.Module, checkpoint: Checkpoint) -> Iterator[Verified]:
     """One row for each multiplication by packed linears in vLLM's ``model``."""
-    if not (gemms := packed_gemms(model)):
-        raise QtoolError(f"{checkpoint.directory}: vLLM built no layer from packed linears")
     checkpoint_format = native_format(checkpoint.config)
-    yield from (_row(gemm, checkpoint, checkpoint_format) for gemm in gemms)
+    yield from (_row(gemm, checkpoint, checkpoint_format) for gemm in packed_gemms(model))
 
 
 def multiplications(model: nn.Module) -> int:
