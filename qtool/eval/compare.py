@@ -57,7 +57,7 @@ class Delta:
     def ratio(self) -> float:
         """The ratio of the perplexities if the metric is a logarithm, else of the values."""
         if self.is_log:
-            return math.exp(self.change) if self.change < 700 else math.inf
+            return math.inf if self.change >= 700 else math.exp(self.change)
         return self.value / self.baseline if self.baseline else math.nan
 
     @property

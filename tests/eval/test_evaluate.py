@@ -12,7 +12,7 @@ import torch
 from qtool.errors import QtoolError
 from qtool.eval import checkpoints
 from qtool.eval.checkpoints import evaluate_checkpoints
-from qtool.eval.compare import compare, table
+from qtool.eval.compare import Delta, compare, table
 from qtool.eval.evaluate import evaluate, load_tasks
 from qtool.eval.results import Metric, Results, TaskResult, batch_means, from_plain
 from qtool.runtime.load import load_tokenizer
@@ -134,6 +134,12 @@ def test_the_error_of_windows_that_are_alike_is_that_of_their_runs():
     windows = [value for value in independent for _ in range(16)]
     assert batch_means(windows) == pytest.approx(independent)
     assert [len(batch_means(windows[:n])) for n in (1, 2, 3, 9)] == [1, 2, 2, 3]
+
+
+def test_infinite_perplexities_have_no_ratio():
+    infinite = Delta("t", "perplexity", math.inf, math.inf, math.nan, None, True, True)
+    assert math.isnan(infinite.ratio)
+    assert dataclasses.replace(infinite, baseline=2.0, change=math.inf).ratio == math.inf
 
 
 def test_errors_of_other_questions_combine():
