@@ -146,7 +146,7 @@ def _engines(
     engines = {ours: (directory, common)}
     if kv and not cache_refused(linears):  # vLLM uses it unless told otherwise
         engines = {f"{ours} {kv}": (directory, common | {"kv_cache_dtype": "auto"})}
-    for name in against:
+    for name in dict.fromkeys(against):
         added, own = BASELINES[name]
         shape = folder / name
         shape.mkdir()

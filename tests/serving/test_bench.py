@@ -69,6 +69,13 @@ def test_a_cache_that_vllm_cannot_use_is_neither_named_nor_asked_for(
     assert {row.engine for row in rows} == {"qtool w4a8-lqq", "fp8"}
 
 
+def test_a_baseline_that_is_named_twice_is_measured_once(
+    native: Native, asked: list[dict[str, Any]]
+) -> None:
+    assert list(bench.bench_serve(native(), against=["fp8", "fp8"]))
+    assert [engine["name"] for engine in asked] == ["qtool w4a8-lqq", "fp8"]
+
+
 def test_wrong_names_and_models_are_refused(native: Native) -> None:
     with pytest.raises(QtoolError, match="--against fp9: "):
         list(bench.bench_serve(native(), against=["fp9"]))
