@@ -8,7 +8,7 @@ Legend: K input channels, b windows, s tokens.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -83,17 +83,14 @@ def _watching(model: PreTrainedModel, found: dict[str, Tensor]) -> Iterator[None
     config = model.config.get_text_config()
     family = family_of(model.config)
     modules = dict(model.named_modules())
-    handles = []
-    for block in range(len(modules[family.blocks])):
-        for group in family.at(config, block).groups:
-            name = f"{family.blocks}.{block}.{group.linears[0]}"
-            if name in modules:  # a fused expert is no module of its own
-                handles.append(modules[name].register_forward_pre_hook(partial(_note, found, name)))
-    try:
+    with ExitStack() as hooks:
+        for block in range(len(modules[family.blocks])):
+            for group in family.at(config, block).groups:
+                name = f"{family.blocks}.{block}.{group.linears[0]}"
+                if name in modules:  # a fused expert is no module of its own
+                    note = partial(_note, found, name)
+                    hooks.enter_context(modules[name].register_forward_pre_hook(note))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _note(
