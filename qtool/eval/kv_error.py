@@ -35,17 +35,17 @@ def kv_errors(model: PreTrainedModel, windows: Tensor) -> dict[int, KVError]:
     text = text_model(model)
     if quantized_decoder(model) is None:
         return {}
-    sums: dict[int, list[Tensor]] = {}
+    squares: dict[int, Tensor] = {}  # of keys and of values, each of the error and of the tensor
     for window in windows:
         cache = QuantCache.of(model)
         for block, layer in enumerate(cache.layers):
             if isinstance(layer, QuantCacheLayer):
-                zeros = [torch.zeros((), dtype=torch.float64) for _ in range(4)]
-                total = sums.setdefault(block, zeros)
-                layer.update = partial(_measure, layer.update, total)  # type: ignore[method-assign]
+                sums = squares.setdefault(block, torch.zeros(2, 2, dtype=torch.float64))
+                layer.update = partial(_measure, layer.update, sums)  # type: ignore[method-assign]
         text(input_ids=window[None].to(model.device), use_cache=True, **{CACHE: cache})
     return {
-        block: KVError(_relative(k, kk), _relative(v, vv)) for block, (k, kk, v, vv) in sums.items()
+        block: KVError(_relative(*keys), _relative(*values))
+        for block, (keys, values) in squares.items()
     }
 
 
@@ -56,15 +56,15 @@ def _relative(error: Tensor, square: Tensor) -> float:
 
 def _measure(
     update: Callable[..., tuple[Tensor, Tensor]],
-    total: list[Tensor],
+    squares: Tensor,
     keys: Tensor,
     values: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A layer's ``update`` that adds squared errors and squares of keys and values to ``total``."""
+    """A layer's ``update`` that adds squares of errors and of tensors to ``squares [2, 2]``."""
     read = update(keys, values, *args, **kwargs)
-    for place, (exact, seen) in enumerate(zip((keys, values), read, strict=True)):
-        total[2 * place] += (seen - exact).double().square().sum().cpu()
-        total[2 * place + 1] += exact.double().square().sum().cpu()
+    for sums, exact, seen in zip(squares, (keys, values), read, strict=True):
+        sums[0] += (seen - exact).double().square().sum().cpu()
+        sums[1] += exact.double().square().sum().cpu()
     return read
