@@ -85,16 +85,18 @@ def environment(
     The versions include those of packages that have plugins. The number of GPUs of an engine is
     left out: like the batch size, it only changes the last digits.
     """
-    kind = "cuda" if engine else device.partition(":")[0]
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    others = ", ".join(f"{name} {found}" for name, found in sorted(plugins.versions().items()))
-    of_engine = engine.version() if engine else None
-    given = {"kv": kv, "dtype": dtype, "engine": of_engine, "plugins": others}
-    return (
-        {"device": kind, "qtool": qtool.__version__}
-        | versions
-        | {name: value for name, value in given.items() if value}
-    )
+    versions = sorted(plugins.versions().items())
+    facts = {
+        "device": "cuda" if engine else device.partition(":")[0],
+        "qtool": qtool.__version__,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "kv": kv,
+        "dtype": dtype,
+        "engine": engine.version() if engine else None,
+        "plugins": ", ".join(f"{name} {found}" for name, found in versions),
+    }
+    return {name: fact for name, fact in facts.items() if fact}
 
 
 def read(directory: Path) -> list[SavedResult]:
