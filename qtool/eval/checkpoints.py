@@ -140,7 +140,7 @@ def evaluate_checkpoints(
         dtype = dtype_name(require_dtype("--dtype", dtype))
     store = directory_of(model)
     tokenizer = _loadable(store)
-    baselines = None if compare is None else _loadable(directory_of(compare))
+    base_tokenizer = None if compare is None else _loadable(directory_of(compare))
     if save and store == DEMO:
         raise QtoolError(
             "--save keeps results in the model's directory, and the demo's belongs to the package"
@@ -155,8 +155,8 @@ def evaluate_checkpoints(
                 f"--as-export {as_export} goes without {other}: the results are transformers', not"
                 " the native model's"
             )
-    if baselines is not None:
-        require_same_tokens(tasks, tokenizer, baselines, options.get("data_dir"))
+    if base_tokenizer is not None:
+        require_same_tokens(tasks, tokenizer, base_tokenizer, options.get("data_dir"))
     settings = _Settings(
         tasks, str(device), dtype, engine, tensor_parallel, store if save else None, options
     )
