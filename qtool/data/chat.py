@@ -27,13 +27,13 @@ def render(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", name: str)
     Raises:
         QtoolError: a tokenizer without a chat template, or a chat that it cannot render.
     """
-    chats = [number for number, row in enumerate(rows) if not isinstance(row, str)]
-    if chats and not tokenizer.chat_template:
+    has_chats = not all(isinstance(row, str) for row in rows)
+    if has_chats and not tokenizer.chat_template:
         raise QtoolError(
             f"{name} holds chats (messages), and the model's tokenizer has no chat template to "
             'render them with: give documents under "text" instead'
         )
-    in_parts = bool(chats) and _takes_parts(tokenizer)
+    in_parts = has_chats and _takes_parts(tokenizer)
     return [
         row
         if isinstance(row, str)
