@@ -91,7 +91,8 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
     """
     checkpoint, record = Checkpoint(directory), read_record(directory)
     base = None if compare is None else directory_of(compare)
-    source = saved.identity(base) if base else record.get("source", {}).get("fingerprint", "")
+    recorded = record.get("source", {}).get("fingerprint", "")
+    source = saved.identity(base) if base else recorded
     verified = list(verify(directory, device=device))
     passed = not any(row.problem for row in verified)
     errors = recorded_errors(record.get("blocks", []))
@@ -104,7 +105,7 @@ def collect(directory: Path, compare: str | None, device: str) -> Report:
         sizes(inspect(directory)),
         checks(verified),
         baseline=compare,
-        is_source=source == record.get("source", {}).get("fingerprint", ""),
+        is_source=source == recorded,
         quality=quality(saved.read(directory), saved.identity(directory), source),
         errors=errors,
         run=read_run(directory, record.get("job", {})),

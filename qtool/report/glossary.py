@@ -55,7 +55,7 @@ def entries(report: Report) -> list[tuple[str, str]]:
     scheme, kv = report.quantization.get("scheme"), report.quantization.get("kv")
     found = [(name, about) for name, _, about in recipes.overview() if name == scheme]
     found += [(name, METHODS[name]) for name, _ in report.methods if name in METHODS]
-    found += [(name, KV[name]) for name in (kv,) if name in KV]
+    found += [(kv, KV[kv])] if kv in KV else []
     roles = {size.role.rpartition(".")[2] for size in report.sizes}
     found += [(name, about) for name, about in STORED.items() if name in roles]
     metrics = dict.fromkeys(q.metric for q in report.quality)

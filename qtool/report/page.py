@@ -50,7 +50,7 @@ def render(report: Report) -> str:
 def view(report: Report) -> dict[str, Any]:
     """The variables of the template, from ``report``."""
     blocks = report.provenance.get("blocks", [])
-    whole = total(report.sizes)
+    total, each_expert = summed(report.sizes), experts(blocks)
     by_size = sorted(report.sizes, key=lambda s: (not s.packed, -s.nbytes))
     models = shlex.quote(str(report.directory)), shlex.quote(report.baseline or "BASE")
     return {
@@ -64,9 +64,9 @@ def view(report: Report) -> dict[str, Any]:
         "check_rows": rows.checks(report.checks),
         "packed": [s for s in report.sizes if s.packed],
         "rest": [s for s in report.sizes if not s.packed],
-        "total": whole,
-        "size_rows": rows.sizes([*by_size, whole]),
-        "summed": total,
+        "total": total,
+        "size_rows": rows.sizes([*by_size, total]),
+        "summed": summed,
         "bandwidth": BANDWIDTH,
         "results": [(q, *numbers(q)) for q in report.quality],
         "without_baseline": commands.evaluations(
@@ -79,8 +79,8 @@ def view(report: Report) -> dict[str, Any]:
         "errors": errors(report),
         "errors_are": ERRORS.get(report.errors.what, "") if report.errors else "",
         "gain_rows": rows.gains(gains(blocks)),
-        "experts": experts(blocks),
-        "expert_rows": rows.experts(experts(blocks)),
+        "experts": each_expert,
+        "expert_rows": rows.experts(each_expert),
         "ranges": [ranges(one) for one in report.ranges],
         "cache": cache(report),
         "import_rows": rows.imported(report),
@@ -107,7 +107,7 @@ def verdict(report: Report) -> list[tuple[str, bool]]:
 
     A change from another model than the source names it.
     """
-    whole = total(report.sizes)
+    total = summed(report.sizes)
     other = "" if report.is_source else f" from {report.baseline}"
     changes: dict[str, str] = {}  # the latest for equal options
     for q in report.quality:
@@ -115,7 +115,7 @@ def verdict(report: Report) -> list[tuple[str, bool]]:
             changes[q.title] = f"{q.change.ratio - 1:+.1%} perplexity{other} ({q.title})"
         elif q.change and q.metric == "acc":
             changes[q.title] = f"{100 * q.change.change:+.1f} points{other} ({q.title})"
-    size = f"{times(2 * whole.weights, whole.nbytes)} than 16 bits"
+    size = f"{times(2 * total.weights, total.nbytes)} than 16 bits"
     found = [(finding, True) for finding in (size, *changes.values())]
     bad = sum(len(check.problems) for check in report.checks)
     if bad:
@@ -123,7 +123,7 @@ def verdict(report: Report) -> list[tuple[str, bool]]:
     return [*found, ("all checks passed", True)]
 
 
-def total(sizes: Sequence[Size]) -> Size:
+def summed(sizes: Sequence[Size]) -> Size:
     """The sum of ``sizes`` as one row."""
     return Size(
         "everything",
@@ -160,7 +160,7 @@ def rises(q: Quality) -> dict[str, Any]:
     """The plot of log-perplexity's rise by window."""
     mean, worse = fmean(q.rises), sum(rise > 0 for rise in q.rises)
     heading = f"{q.title}: rise of log-perplexity by window"
-    drawn = plots.strip(
+    drawn = plots.stem(
         heading,
         dict(enumerate(q.rises)),
         "window",
@@ -191,7 +191,7 @@ def _by_block(
     shown = []
     for name, by_block in found.items():
         worst = max(by_block, key=by_block.__getitem__)
-        drawn = plots.strip(f"{what} {name} by block", by_block, "block", label, limits=scale)
+        drawn = plots.stem(f"{what} {name} by block", by_block, "block", label, limits=scale)
         reading = (
             f"Median {median(by_block.values()):.4f}; worst {by_block[worst]:.4f} in block {worst}."
         )
@@ -210,10 +210,10 @@ def ranges(one: ChannelRange) -> dict[str, Any]:
         drawn = plots.channels(
             f"{name}: input ranges of {one.name}", scaled, top, before=name == "baseline"
         )
-        times = f"largest channel is {outlier(amax):.1f} × the median one"
+        peak = f"largest channel is {outlier(amax):.1f} × the median one"
         if not amax.median():
-            times = "median channel is 0"
-        reading = f"The {times}; the largest value is {float(amax.max()):.3g}."
+            peak = "median channel is 0"
+        reading = f"The {peak}; the largest value is {float(amax.max()):.3g}."
         sides.append({"title": name, "plot": Markup(drawn), "reading": reading})
     return {"name": one.name, "sides": sides}
 

@@ -43,7 +43,7 @@ STYLE: Any = {
 COLUMNS = 300
 
 
-def strip(
+def stem(
     title: str,
     points: Mapping[int, float],
     x_label: str,

@@ -25,12 +25,12 @@ def test_values_without_a_place_leave_an_axis_as_it_is():
 def test_one_constant_value_can_be_drawn(value):
     low, high = plots.limits([value])
     assert low <= value <= high and low < high
-    drawn = plots.strip("t", {0: value}, "x", "y", limits=(low, high))
+    drawn = plots.stem("t", {0: value}, "x", "y", limits=(low, high))
     assert "nan" not in drawn.lower()
 
 
 def test_colours_are_the_page_s():
-    drawn = plots.strip("a <title>", {0: 1.0}, "x", "y", limits=(0, 2), mean=0.5)
+    drawn = plots.stem("a <title>", {0: 1.0}, "x", "y", limits=(0, 2), mean=0.5)
     drawn += plots.channels("c", torch.ones(10), 1.0, before=True)
     assert not any(colour in drawn for colour in plots.VARIABLES)
     assert "var(--after)" in drawn and "var(--before)" in drawn and "currentColor" in drawn
