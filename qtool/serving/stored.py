@@ -1,6 +1,6 @@
 """Whether a checkpoint's files hold the packed linears that its ``config.json`` declares."""
 
-from typing import Any
+import torch
 
 from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
@@ -14,25 +14,21 @@ def require_stored(checkpoint: Checkpoint, linears: PackedLinears) -> None:
         QtoolError: for the first tensor that is missing, left over, or not what the format
             declares.
     """
-    expected: dict[str, tuple[Any, ...] | None] = {}
-    packed = linears.formats()
+    packed, expected = linears.formats(), set[str]()
     for name, linear_format in packed.items():
         n, k = linears.shape(name)
         linear_format.require(name, n, k)
-        for part, tensor in linear_format.tensors(n, k).items():
-            expected[f"{name}.{part}"] = (tuple(tensor.shape), tensor.dtype)
+        tensors = linear_format.tensors(n, k)
         if linears.format.is_permuted(name):
-            expected[f"{name}.permutation"] = None
-        if f"{name}.bias" in checkpoint:
-            expected[f"{name}.bias"] = None
-    for full, declared in expected.items():
-        entry = checkpoint.entry(full)
-        found = (entry.shape, entry.dtype)
-        if declared is not None and found != declared:
-            raise QtoolError(
-                f"{full}: {found[1]} {list(found[0])} found, "
-                f"{declared[1]} {list(declared[0])} declared"
-            )
+            tensors["permutation"] = torch.empty(k, dtype=torch.int32, device="meta")
+        for part, tensor in tensors.items():
+            entry, shape = checkpoint.entry(f"{name}.{part}"), tuple(tensor.shape)
+            if (entry.shape, entry.dtype) != (shape, tensor.dtype):
+                raise QtoolError(
+                    f"{name}.{part}: {entry.dtype} {list(entry.shape)} found, "
+                    f"{tensor.dtype} {list(shape)} declared"
+                )
+        expected.update(f"{name}.{part}" for part in (*tensors, "bias"))
     for full in checkpoint.entries:
         if full.rpartition(".")[0] in packed and full not in expected:
             raise QtoolError(f"{full}: stored, but the format of this linear has no such tensor")

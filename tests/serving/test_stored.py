@@ -49,3 +49,14 @@ def test_missing_left_over_and_wrong_tensors(native: Native, tmp_path: Path) -> 
     found = rf"{Q}.s1: torch.float32 \[7\] found, torch.bfloat16 \[512\] declared"
     with pytest.raises(QtoolError, match=found):
         require_stored(wrong, linears(wrong))
+
+
+def test_a_permutation_is_of_its_dtype_and_length(native: Native, tmp_path: Path) -> None:
+    whole, name = native("w4ax-fmpq", "w4ax-interleaved"), f"{Q}.permutation"
+    for number, order in enumerate((torch.arange(512), torch.arange(7, dtype=torch.int32))):
+        stored = rewritten(
+            whole, tmp_path / str(number), {name: order}, permuted=["self_attn.q_proj"]
+        )
+        found = rf"{order.dtype} \[{len(order)}\] found, torch.int32 \[512\] declared"
+        with pytest.raises(QtoolError, match=f"{name}: {found}"):
+            require_stored(Checkpoint(stored), linears(Checkpoint(stored)))
