@@ -290,11 +290,10 @@ class QtoolAttention(AttentionImpl[Metadata]):
         """Room for keys and values ``[rows, H, D]``, the same for all layers."""
         shape = (max(rows, self.room), self.num_kv_heads, self.head_size)
         if not is_workspace_manager_initialized():
-            return [like.new_empty(shape) for _ in range(2)]
-        wanted = current_workspace_manager().get_simultaneous(
-            (shape, like.dtype), (shape, like.dtype)
-        )
-        return [tensor[: rows or None] for tensor in wanted]
+            return [like.new_empty(shape)[:rows] for _ in range(2)]
+        wanted = (shape, like.dtype)
+        room = current_workspace_manager().get_simultaneous(wanted, wanted)
+        return [tensor[:rows] for tensor in room]
 
 
 class PagedBackend(AttentionBackend):

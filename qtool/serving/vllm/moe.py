@@ -127,10 +127,10 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         }
         for name, tensor in weights:
             expert, projection, part = name.split(".")
-            stack = "w2" if shards[projection] == "w2" else "w13"
-            parameter = getattr(layer, f"{stack}_{part}")
-            self.load(layer, parameter, tensor, f"{stack}_{part}", shards[projection], int(expert))
-            yield f"{stack}_{part}"
+            shard = shards[projection]
+            own = f"{'w2' if shard == 'w2' else 'w13'}_{part}"
+            self.load(layer, getattr(layer, own), tensor, own, shard, int(expert))
+            yield own
 
     def load(
         self,
