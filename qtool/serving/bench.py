@@ -219,7 +219,7 @@ def _measure_elsewhere(name: str, request: dict[str, Any]) -> list[dict[str, Any
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise QtoolError(
-            f"{name}: vLLM stopped with status {done.returncode}; its last words are above"
+            f"{name}: vLLM stopped with status {done.returncode}; its messages above say why"
         )
     return json.loads(done.stdout.strip().splitlines()[-1])
 

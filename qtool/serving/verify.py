@@ -188,7 +188,7 @@ def continuations(tokens: list[list[int]], ours: Answer) -> Verified:
         equal += parted is None
         if parted is not None and gaps[parted] > 2 * noise:
             sure.append(f"prompt {row} at token {parted}, by {gaps[parted]:.3f}")
-    problem = f"part where our runtime is sure: {', '.join(sure)}" if sure else ""
+    problem = f"diverge by more than twice the noise: {', '.join(sure)}" if sure else ""
     ran = f"{equal} of {len(tokens)} continuations equal; noise {noise:.4f}"
     return Verified("greedy tokens", problem, ran)
 

@@ -127,5 +127,6 @@ def test_no_batch_that_any_engine_has_room_for(
 
 
 def test_an_engine_that_stops_is_named() -> None:
-    with pytest.raises(QtoolError, match=r"^fp8: vLLM stopped with status 1"):
+    said = r"^fp8: vLLM stopped with status 1; its messages above say why"
+    with pytest.raises(QtoolError, match=said):
         bench._measure_elsewhere("fp8", {"model": "nowhere"})

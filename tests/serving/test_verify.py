@@ -20,7 +20,7 @@ def test_continuations_part_only_within_the_noise() -> None:
     assert not unsure.problem
     assert unsure.ran == "1 of 2 continuations equal; noise 0.0600"
     sure = continuations([[5, 6, 7], [8, 4, 10]], OURS)
-    assert sure.problem == "part where our runtime is sure: prompt 1 at token 1, by 1.000"
+    assert sure.problem == "diverge by more than twice the noise: prompt 1 at token 1, by 1.000"
 
 
 def test_perplexities_differ_by_no_more_than_the_noise() -> None:
