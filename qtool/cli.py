@@ -204,11 +204,11 @@ def evaluate(
         listed = api.all_tasks(options["data_dir"])
         print_json(listed) if as_json else click.echo("\n".join(listed))
         return
-    from qtool.eval.compare import as_json as results_json
     from qtool.eval.compare import table
+    from qtool.eval.results import Results
 
     results, baseline = api.evaluate(tasks, model, compare, **options)
-    shown = results_json if as_json else table
+    shown = Results.to_json if as_json else table
     try:
         click.echo(shown(results, baseline))
     except QtoolError:  # if the two cannot be compared, the model's results are still printed

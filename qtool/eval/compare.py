@@ -9,7 +9,7 @@ items, the errors of both are combined, sqrt(a^2 + b^2), and the change is marke
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from qtool.errors import QtoolError
 from qtool.eval.results import (
@@ -20,7 +20,6 @@ from qtool.eval.results import (
     half_width,
     standard_error,
 )
-from qtool.strict_json import strict_json
 from qtool.table import decimal, render
 
 #: details that must be equal for two perplexities to be compared; token_ids depend on the tokenizer
@@ -165,15 +164,3 @@ def _against(delta: Delta | None) -> list[str]:
 
 def _plus_minus(interval: float | None) -> str:
     return "" if interval is None else f" ± {decimal(interval)}"
-
-
-def as_json(results: Results, baseline: Results | None = None) -> str:
-    """The results, and with ``baseline`` its results and the changes, as strict JSON.
-
-    Every ``stderr`` is one standard error, of ``freedom`` degrees.
-    """
-    found = asdict(results)
-    if baseline:
-        found["baseline"] = asdict(baseline)["tasks"]
-        found["changes"] = [asdict(delta) for delta in compare(results, baseline)]
-    return strict_json(found)

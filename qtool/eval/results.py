@@ -124,9 +124,22 @@ class Results:
                 return result
         raise KeyError(task)
 
-    def to_json(self) -> str:
-        """The results as strict JSON; numbers that are infinite or NaN become null."""
-        return strict_json(asdict(self))
+    def to_json(self, baseline: "Results | None" = None) -> str:
+        """The results, and with ``baseline`` its results and the changes, as strict JSON.
+
+        Every ``stderr`` is one standard error, of ``freedom`` degrees. Numbers that are infinite or
+        NaN become null.
+
+        Raises:
+            QtoolError: as :func:`qtool.eval.compare.compare`.
+        """
+        from qtool.eval.compare import compare  # imports this module
+
+        found = asdict(self)
+        if baseline:
+            found["baseline"] = asdict(baseline)["tasks"]
+            found["changes"] = [asdict(delta) for delta in compare(self, baseline)]
+        return strict_json(found)
 
 
 def from_plain(task: Mapping[str, Any]) -> TaskResult:
