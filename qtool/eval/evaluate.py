@@ -21,7 +21,7 @@ from qtool.errors import QtoolError, expand_home, require_count
 from qtool.eval.engine import Model, engine_name
 from qtool.eval.local_tasks import require_no_task
 from qtool.eval.perplexity import perplexity
-from qtool.eval.results import Metric, Results, TaskResult, batch_means
+from qtool.eval.results import Results, TaskResult
 
 #: characters of a text by which two tokenizers are compared before models are evaluated
 BEGINNING = 10_000
@@ -196,12 +196,7 @@ def _perplexity(
     **options: Any,
 ) -> list[TaskResult]:
     found = perplexity(
-        corpus.text,
-        model,
-        tokenizer,
-        label=corpus.name,
-        deterministic=deterministic,
-        **options,
+        corpus.text, model, tokenizer, label=corpus.name, deterministic=deterministic, **options
     )
     details = {
         "nll": found.nll,
@@ -211,15 +206,13 @@ def _perplexity(
         "window_nll": found.window_nll,
         "token_ids": found.token_ids,
     }
-    freedom = len(batch_means(found.window_nll)) - 1
-    metric = Metric(found.perplexity, found.stderr, higher_is_better=False, freedom=freedom)
     return [
         TaskResult(
             corpus.name,
             "perplexity",
             corpus.origin,
             found.windows,
-            {"perplexity": metric},
+            {"perplexity": found.metric},
             details,
             deterministic,
             engine_name(model),

@@ -30,7 +30,7 @@ from qtool.data.windows import require_embedded
 from qtool.errors import QtoolError
 from qtool.eval.deterministic import arithmetic
 from qtool.eval.engine import Engine, Model
-from qtool.eval.results import batch_means, standard_error
+from qtool.eval.results import Metric, batch_means, standard_error
 from qtool.models.architecture import context_length
 from qtool.models.auto import running, text_model
 
@@ -64,13 +64,15 @@ class Perplexity:
         return math.exp(mean) if mean < 700 else math.inf
 
     @property
-    def stderr(self) -> float | None:
-        """Standard error of :attr:`perplexity`, to first order; None for a single window.
+    def metric(self) -> Metric:
+        """:attr:`perplexity` with its standard error to first order, None for a single window.
 
         It is the perplexity times the error of its logarithm, which is a mean over runs of windows.
         """
-        of_log = standard_error(batch_means(self.window_nll))
-        return None if of_log is None else self.perplexity * of_log
+        runs = batch_means(self.window_nll)
+        of_log = standard_error(runs)
+        stderr = None if of_log is None else self.perplexity * of_log
+        return Metric(self.perplexity, stderr, higher_is_better=False, freedom=len(runs) - 1)
 
 
 def perplexity(

@@ -44,7 +44,7 @@ def test_equals_a_plain_loop(model, tokenizer):
     assert result.window_nll == pytest.approx(losses, rel=1e-5)
     runs = torch.stack([run.mean() for run in torch.tensor(losses).split([4, 4, 3])])
     of_log = runs.std().item() / math.sqrt(3)
-    assert result.stderr == pytest.approx(result.perplexity * of_log, rel=1e-4)
+    assert result.metric.stderr == pytest.approx(result.perplexity * of_log, rel=1e-4)
     assert (result.windows, result.tokens, result.seqlen) == (11, 11 * 19, 20)
 
 
@@ -81,7 +81,7 @@ def test_a_context_by_another_name_and_none(model, tokenizer):
 
 def test_short_text_is_one_short_window(model, tokenizer):
     result = perplexity("abcdefg", model, tokenizer)
-    assert (result.windows, result.tokens, result.stderr) == (1, 6, None)
+    assert (result.windows, result.tokens, result.metric.stderr) == (1, 6, None)
     assert result.perplexity == pytest.approx(
         plain_loop("abcdefg", model, tokenizer, 7)[0], rel=1e-6
     )
