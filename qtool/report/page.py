@@ -68,7 +68,7 @@ def view(report: Report) -> dict[str, Any]:
         "size_rows": rows.sizes([*by_size, total]),
         "summed": summed,
         "bandwidth": BANDWIDTH,
-        "results": [(q, *numbers(q)) for q in report.quality],
+        "result_rows": [result(q) for q in report.quality],
         "without_baseline": commands.evaluations(
             [q for q in report.quality if not q.baseline], *models
         ),
@@ -133,6 +133,18 @@ def summed(sizes: Sequence[Size]) -> Size:
         sum(s.nbytes for s in sizes),
         False,
     )
+
+
+def result(q: Quality) -> rows.Row:
+    """Task, metric, the model's and the baseline's value, the change, and the number of samples."""
+    own, base, change, ratio = numbers(q)
+    task = _with_note(q.result.task, ", ".join(q.options))
+    return task, q.metric, own, base, _with_note(change, ratio), rows.plain(q.result.samples)
+
+
+def _with_note(text: str, note: str) -> str:
+    """HTML of ``text`` with a quiet ``note`` behind it, if there is one."""
+    return Markup('{} <span class="quiet">{}</span>').format(text, note) if note else text
 
 
 def numbers(q: Quality) -> tuple[str, str, str, str]:
