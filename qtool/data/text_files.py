@@ -32,9 +32,10 @@ TOOLS = "tools"
 
 
 def read(path: Path, part: tuple[int, int | None] = (0, None)) -> list[str]:
-    """The documents of ``path`` in ``part``: the first one, and the one after the last.
+    """The documents of ``path``.
 
-    Reading stops after the last document of ``part``.
+    Args:
+        part: numbers of the first document and of the one after the last, where reading stops.
 
     Raises:
         QtoolError: the file is missing, is a directory, is empty, is not UTF-8, lacks "text" or

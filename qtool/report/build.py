@@ -53,17 +53,14 @@ def report(
         tasks: tasks that are first evaluated, with results kept in eval.json.
 
     Raises:
-        QtoolError: ``directory`` is not a native checkpoint, the baseline has other sizes or is
-            ``directory`` itself, or an evaluation fails.
+        QtoolError: the baseline has other sizes or is ``directory`` itself, or an evaluation fails.
         CheckFailed: a check failed; the page is written and names it.
     """
     from qtool.report.page import render  # matplotlib takes seconds to import
 
-    config = Checkpoint(directory).config
-    native_format(config)
     if compare is not None:
         baseline = directory_of(compare)
-        require_same_sizes(config, read_config(baseline), compare)
+        require_same_sizes(read_config(directory), read_config(baseline), compare)
         if baseline.samefile(directory):
             raise QtoolError(
                 f"--compare {compare} is the model of the report itself: pass the model that was "
@@ -156,7 +153,7 @@ def sizes(rows: Sequence[Row]) -> list[Size]:
 
 
 def checks(rows: Sequence[Verified]) -> list[Check]:
-    """The rows of ``verify`` grouped by their arithmetic; a row that did not run is alone."""
+    """The rows of ``verify`` grouped by their arithmetic; rows that ran none are one group."""
     found: dict[str, list[Verified]] = {}
     for row in rows:
         found.setdefault(row.ran, []).append(row)

@@ -574,7 +574,7 @@ def test_the_command_measures_what_a_baseline_allows(base, quantized, tmp_path):
 
 def test_refusals(make_model, quantized):
     with pytest.raises(QtoolError, match="the model is not quantized"):
-        report(make_model(name="plain"), None, [], out=None, data_dir=None, device="cpu")
+        qtool.write_report(make_model(name="plain"))
     with pytest.raises(QtoolError, match="is no directory"):
         report(quantized, None, [], out=Path("/absent/x.html"), data_dir=None, device="cpu")
     with pytest.raises(QtoolError, match="is a directory: a file to write is expected"):
