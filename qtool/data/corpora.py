@@ -30,13 +30,12 @@ from textwrap import shorten
 from typing import Any
 
 from qtool.data import text_files
+from qtool.data.text_files import WHOLE, Rows
 from qtool.errors import QtoolError, expand_home, require_path, suggest
 from qtool.io import hub
 from qtool.io.model_directory import DEMO
 
 TRAIN, TEST = "train", "test"
-Rows = tuple[int, int | None]  # the first row, and the one after the last
-WHOLE: Rows = (0, None)
 #: most characters of a path to a file that does not exist; a longer string is a text
 LONGEST = 255
 BLANK_LINE = "\n\n"

@@ -15,12 +15,15 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from qtool.data.chat import NAME, Row
 from qtool.errors import QtoolError, refuse_pipe
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+#: numbers of the first row, and of the one after the last
+Rows: TypeAlias = tuple[int, int | None]
+WHOLE: Rows = (0, None)
 #: endings by which a name is taken to be a file's
 ENDINGS = {".raw", ".jsonl", ".json", ".parquet", ".txt", ".utf8", ".md", *COMPRESSION}
 #: endings of tables, whose separators and other columns are no text
@@ -31,11 +34,11 @@ COLUMNS = {"text": str, "messages": list}
 TOOLS = "tools"
 
 
-def read(path: Path, part: tuple[int, int | None] = (0, None)) -> list[str]:
+def read(path: Path, part: Rows = WHOLE) -> list[str]:
     """The documents of ``path``.
 
     Args:
-        part: numbers of the first document and of the one after the last, where reading stops.
+        part: the documents to read; reading stops behind the last of them.
 
     Raises:
         QtoolError: the file is missing, is a directory, is empty, is not UTF-8, lacks "text" or
@@ -47,7 +50,7 @@ def read(path: Path, part: tuple[int, int | None] = (0, None)) -> list[str]:
     return found  # type: ignore[return-value]
 
 
-def rows(path: Path, part: tuple[int, int | None] = (0, None)) -> list[Row]:
+def rows(path: Path, part: Rows = WHOLE) -> list[Row]:
     """As :func:`read`, but a row may be a chat, under ``messages``."""
     require(path)
     try:
