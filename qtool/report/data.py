@@ -32,7 +32,7 @@ class Size:
 
     @property
     def bits(self) -> float:
-        return 8 * self.nbytes / self.weights
+        return 8 * self.nbytes / self.weights if self.weights else 0.0  # a tensor may be empty
 
 
 @dataclass(frozen=True)

@@ -554,6 +554,12 @@ def test_the_headline_says_each_task_once_for_its_options(base, quantized):
     assert found[1:-1] == ["-25.0 points (t)", "-15.0 points (t, the first 2 only)"]
 
 
+def test_an_empty_tensor_has_a_row(quantized):
+    empty = Size("w", "float32", 1, 0, 0, packed=False)
+    collected = collect(quantized, None, "cpu")
+    assert "0.000" in Page(render(replace(collected, sizes=[*collected.sizes, empty]))).words
+
+
 def test_the_headline_says_if_the_checkpoint_is_larger(quantized):
     collected = collect(quantized, None, "cpu")
     kept = Size("w", "float32", 1, 1000, 4000, packed=False)
