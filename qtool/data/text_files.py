@@ -185,7 +185,7 @@ def _found(row: Any) -> str:
     for name in COLUMNS:
         if name in row:
             return f'"{name}" of type {type(row[name]).__name__}'
-    return f"the keys {', '.join(sorted(row)) or '(none)'}"
+    return f"the keys {', '.join(sorted(map(str, row))) or '(none)'}"
 
 
 def _parquet(path: Path) -> Iterator[Row]:

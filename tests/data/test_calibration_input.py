@@ -239,6 +239,7 @@ def test_chats_are_no_text_to_evaluate(tmp_path: Path) -> None:
         ([2**70] * 4, "a token id has more than 63 bits"),
         (torch.ones(4, dtype=torch.long, device="meta"), "torch.int64 on meta found"),
         (torch.ones(4, dtype=torch.complex64), "torch.complex64 on cpu found"),
+        ([{1: "a"}], "row 1 has the keys 1, expected a row"),
         ([[5]], r"shape \[1, 1\] .*at least 2 tokens"),
         (datasets.Dataset.from_dict({"body": ["a"]}), "found the columns body"),
         (
