@@ -116,7 +116,8 @@ def _named(name: str, data_dir: str | Path | None) -> Documents:
 
 
 def _documents(name: str, rows: Sequence[Row]) -> Documents:
-    return Documents(name, _sha256(json.dumps(rows).encode()), lambda: rows)
+    stated = json.dumps(rows, default=str)  # a chat may hold dates
+    return Documents(name, _sha256(stated.encode()), lambda: rows)
 
 
 def _data_set(given: Any) -> Documents:

@@ -1,6 +1,7 @@
 """What calibration data may be given as: the same text gives the same windows in each form."""
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,14 @@ def test_chats_are_no_text_to_evaluate(tmp_path: Path) -> None:
 def test_nothing_to_calibrate_on(given: Any, message: str) -> None:
     with pytest.raises(QtoolError, match=message):
         parse(given)
+
+
+def test_a_chat_may_hold_what_json_lacks() -> None:
+    first, same, other = (
+        parse([{"messages": [{"role": "user", "content": "Ahoy", "at": date(1851, 10, day)}]}])
+        for day in (18, 18, 19)
+    )
+    assert first.sha256 == same.sha256 != other.sha256
 
 
 @pytest.mark.parametrize("text", ["The captain went on deck. " * 99, "and/or\n" * 99])
