@@ -138,8 +138,7 @@ def _data_set(given: Any) -> Documents:
         )
     rows = given.select_columns(columns)
     return _documents(
-        DATA_SET,
-        [text_files.content_of(row, DATA_SET) if row[columns[0]] else "" for row in rows],
+        DATA_SET, [text_files.content_of(row, DATA_SET) if row[columns[0]] else "" for row in rows]
     )
 
 

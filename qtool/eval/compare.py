@@ -12,14 +12,7 @@ import math
 from dataclasses import dataclass
 
 from qtool.errors import QtoolError
-from qtool.eval.results import (
-    Metric,
-    Results,
-    TaskResult,
-    batch_means,
-    half_width,
-    standard_error,
-)
+from qtool.eval.results import Metric, Results, TaskResult, batch_means, half_width, standard_error
 from qtool.table import decimal, render
 
 #: details that must be equal for two perplexities to be compared; token_ids depend on the tokenizer

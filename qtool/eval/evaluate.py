@@ -152,12 +152,7 @@ def _corpus(name: str, data_dir: str | Path | None) -> corpora.Corpus:
 def _perplexity_task(
     name: str, corpus: corpora.Corpus, seqlen: int, how: dict[str, Any]
 ) -> LoadedTask:
-    facts = {
-        "task": corpus.name,
-        "sha256": corpus.sha256,
-        "seqlen": seqlen,
-        "limit": how["limit"],
-    }
+    facts = {"task": corpus.name, "sha256": corpus.sha256, "seqlen": seqlen, "limit": how["limit"]}
     return LoadedTask(name, facts, partial(_perplexity, corpus, seqlen=seqlen, **how))
 
 

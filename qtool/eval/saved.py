@@ -75,10 +75,7 @@ def files_seen(directory: Path) -> str:
 
 
 def environment(
-    device: str,
-    kv: str | None = None,
-    dtype: str | None = None,
-    engine: type[Engine] | None = None,
+    device: str, kv: str | None = None, dtype: str | None = None, engine: type[Engine] | None = None
 ) -> dict[str, str]:
     """Facts that change a result: kind of device, versions, a given KV quantizer, dtype, engine.
 
@@ -113,10 +110,7 @@ def read(directory: Path) -> list[SavedResult]:
         found = json.loads(path.read_text())[RESULTS]
         return [
             SavedResult(
-                s["model"],
-                s["facts"],
-                list(map(from_plain, s["tasks"])),
-                s.get("files", ""),
+                s["model"], s["facts"], list(map(from_plain, s["tasks"])), s.get("files", "")
             )
             for s in found
         ]

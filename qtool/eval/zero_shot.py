@@ -128,11 +128,7 @@ def zero_shot(
         logged = found["samples"].get(name, [])  # a group has no samples
         better = found["higher_is_better"].get(name, {})
         metrics, items = metrics_and_items(values, logged, better)
-        details = {
-            "version": found["versions"].get(name),
-            "questions": questions,
-            "items": items,
-        }
+        details = {"version": found["versions"].get(name), "questions": questions, "items": items}
         count = found["n-samples"].get(name, {}).get("effective", 0)
         how = deterministic, engine_name(model)
         results.append(TaskResult(name, "zero_shot", origin, count, metrics, details, *how))
