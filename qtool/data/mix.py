@@ -32,6 +32,8 @@ from qtool.errors import QtoolError, expand_home, plain, require_count
 CalibrationMix: TypeAlias = (
     "CalibrationInput | Mapping[str, int | None] | Sequence[tuple[CalibrationInput, int | None]]"
 )
+#: parts as they were given, each with its number of windows if it has one
+_Numbered: TypeAlias = list[tuple[Any, int | None]]
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,6 @@ def facts(parts: Sequence[tuple[str, int, str]]) -> dict[str, Any]:
         return each[0]
     text = ",".join(f"{name.replace(',', chr(92) + ',')}:{samples}" for name, samples, _ in parts)
     return {"text": text, "samples": sum(samples for _, samples, _ in parts), "parts": each}
-
-
-_Numbered: TypeAlias = list[tuple[Any, int | None]]
 
 
 def _split(given: Any) -> _Numbered:
