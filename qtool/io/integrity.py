@@ -55,7 +55,7 @@ def read_record(directory: Path) -> dict[str, Any]:
     refuse_pipe(directory / RECORD)
     try:
         found = json.loads((directory / RECORD).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if _is_record(found) else {}
 

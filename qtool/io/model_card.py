@@ -219,6 +219,6 @@ def _inherited(card: Path) -> dict[str, Any]:
     try:
         _, front, _ = card.read_text(encoding="utf-8").split("---\n", 2)
         found = yaml.safe_load(front)
-    except (OSError, ValueError, yaml.YAMLError):
+    except Exception:  # PyYAML lets errors of several types pass
         return {}
     return {key: found[key] for key in INHERITED if key in found} if isinstance(found, dict) else {}

@@ -29,14 +29,15 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 from qtool.distributed import ranks
-from qtool.errors import refuse_pipe
+from qtool.errors import QtoolError, refuse_pipe
 from qtool.io.output import content_hash
 from qtool.io.safetensors import write_json
+from qtool.plugins import require_kinds
 
 FORMAT_VERSION = 2
 SUFFIX, INSIDE = ".run.json", "run.json"
@@ -160,13 +161,16 @@ def _read(path: Path) -> dict[str, Any]:
     refuse_pipe(path)
     try:
         found = json.loads(path.read_text())
+        if found["format_version"] != FORMAT_VERSION:
+            return {}
         totals: dict[str, Any] = {key: str(found[key]) for key in ("job", "device")}
         totals |= {
             key: float(found[key]) for key in ("seconds", "peak_host_bytes", "peak_device_bytes")
         }
-        known = found["format_version"] == FORMAT_VERSION
-        attempts = [asdict(Attempt(**attempt)) for attempt in found["attempts"]]
+        attempts = [Attempt(**attempt) for attempt in found["attempts"]]
+        for attempt in attempts:
+            require_kinds(attempt, "attempt", get_type_hints(Attempt))
         phases = {name: float(seconds) for name, seconds in found["phases"].items()}
-        return {**totals, "phases": phases, "attempts": attempts} if known else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {**totals, "phases": phases, "attempts": list(map(asdict, attempts))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, QtoolError):
         return {}

@@ -47,7 +47,7 @@ def test_a_damaged_record_is_a_failed_check(checkpoint: Path) -> None:
     of_items = [
         json.dumps(record | more) for more in ({"blocks": [5]}, {"recipe": {"methods": [5]}})
     ]
-    for content in ("{", "[]", "{}", *of_fields, *of_items):
+    for content in ("{", "[]", "{}", "[" * 100_000, *of_fields, *of_items):
         (checkpoint / "qtool.json").write_text(content)
         with pytest.raises(CheckFailed, match=r"qtool.json: missing or damaged"):
             require_intact(checkpoint)

@@ -97,12 +97,24 @@ def test_it_moves_along_beside_or_inside(make_model: MakeModel, tmp_path: Path) 
     assert read_run(moved, job(moved)) == found
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"format_version": 2, "job": 1}'])
+@pytest.mark.parametrize(
+    "damage", ["", "[]", "{}", "[" * 100_000, '{"format_version": 2, "job": 1}']
+)
 def test_a_damaged_or_foreign_record_is_none(damage: str, tmp_path: Path) -> None:
     RunRecord(tmp_path / "out", {"a": 1}, CPU, continued=False).write()
     assert read_run(tmp_path / "out", {"a": 1}) and not read_run(tmp_path / "out", {"a": 2})
     record_path(tmp_path / "out").write_text(damage)
     assert read_run(tmp_path / "out", {"a": 1}) == {}
+
+
+@pytest.mark.parametrize("damage", [{"seconds": None}, {"phases": {"read": "1"}}, {"shards": []}])
+def test_a_record_with_a_damaged_attempt_is_none(damage: dict[str, object], tmp_path: Path) -> None:
+    RunRecord(tmp_path / "out", {}, CPU, continued=False).write()
+    record = read_run(tmp_path / "out", {})
+    record["attempts"][0] |= damage
+    record_path(tmp_path / "out").write_text(json.dumps(record | {"format_version": 2}))
+    assert read_run(tmp_path / "out", {}) == {}
+    RunRecord(tmp_path / "out", {}, CPU, continued=True).write()
 
 
 def test_phases_add_up_over_attempts(tmp_path: Path) -> None:

@@ -227,7 +227,13 @@ def test_the_card_shows_the_windows_that_ran(make_model: MakeModel, tmp_path: Pa
     assert "On device cpu, seqlen 16:" in (out / "README.md").read_text()
 
 
-@pytest.mark.parametrize("card", ["", "---\n", "---\n[\n---\n", "---\n- a\n---\n", "no front"])
+@pytest.mark.parametrize(
+    "card",
+    [
+        *("", "no front", "---\n"),
+        *(f"---\n{front}\n---\n" for front in ("[", "- a", "[" * 2000, "a: !!bool a")),
+    ],
+)
 def test_any_card_of_the_base_is_kept(card: str, make_model: MakeModel, tmp_path: Path) -> None:
     source = make_model()
     put(source, {"README.md": card})
