@@ -424,6 +424,18 @@ def test_a_flipped_byte_stops_it(native: Native, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["native"]
 
 
+def test_a_source_that_changes_meanwhile_makes_no_result(native: Native, tmp_path: Path) -> None:
+    model = changed(native("w4a16", 32), tmp_path / "native")
+
+    def touch(*_: object) -> None:
+        for file in model.glob("*.safetensors"):
+            os.utime(file, ns=(0, 0))
+
+    with pytest.raises(QtoolError, match="native changed while it was read"):
+        export(model, "gguf", tmp_path / "out", progress=touch)
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
+
+
 def test_the_card_names_it(native: Native, exported: Export) -> None:
     done: Exported = exported(native("w4a16", 32), "gguf")
     assert str(done).endswith(f"\nnext: llama-server -m {done.directory}/{FILE}")

@@ -70,11 +70,11 @@ def write_gguf(
         The notes of the tensors.
 
     Raises:
-        QtoolError: ``out`` cannot become a result, another export works on it, or the gguf package
-            is not installed.
+        QtoolError: ``out`` cannot become a result, another export works on it, the source changed
+            meanwhile, or the gguf package is not installed.
         CheckFailed: a damaged source, or a scale that float16 does not hold.
     """
-    package = require_gguf()
+    package, begun = require_gguf(), work.source.fingerprint()
     require_new(out)
     # not OUT.partial, which a killed run may have left and would continue from
     partial = out.with_name(f"{out.name}.gguf.partial")
@@ -88,6 +88,7 @@ def write_gguf(
                 notes = _write(package, partial / FILE, work, formats, progress)
                 with (partial / FILE).open("rb") as written:
                     os.fsync(written.fileno())  # before the directory takes its name
+            work.source.require_unchanged(begun)
             for name, file in work.source.side_files().items():
                 if name == BASE_CARD or name.startswith(("LICEN", "NOTICE", "USE_POLICY")):
                     copy(file, partial / name)
