@@ -111,9 +111,15 @@ class Entry:
         if self.computed is not None:
             return replace(one, computed=self.computed.matrix(number))
         if self.parts or self.within:
-            flat = replace(self, shape=(prod(self.shape[:2]), *self.shape[2:]))
-            return flat.rows(range(number * self.shape[1], (number + 1) * self.shape[1]))
+            return self.flat().rows(range(number * self.shape[1], (number + 1) * self.shape[1]))
         return replace(one, start=self.start + number * one.nbytes)
+
+    def flat(self) -> "Entry":
+        """The rows of a stack's matrices (or the numbers of its vectors), one after another."""
+        flat = replace(self, shape=(prod(self.shape[:2]), *self.shape[2:]))
+        if self.computed is None:
+            return flat
+        return replace(flat, parts=tuple(map(self.matrix, range(self.shape[0]))), computed=None)
 
     def rows(self, order: Sequence[int]) -> "Entry":
         """These rows, in this order."""

@@ -160,7 +160,7 @@ def _made(entries: dict[str, Entry], model: Architecture) -> dict[str, Entry]:
 def _rows_of(stored: Entry, part: RowsOf) -> Entry:
     """The rows ``part`` of a tensor; the rows of a stack's matrices follow one another."""
     if len(stored.shape) == 3:
-        stored = replace(stored, shape=(prod(stored.shape[:2]), stored.shape[2]))
+        stored = stored.flat()
     if part.transposed:
         stored = stored.transposed()
     if part.rows is None:
@@ -180,7 +180,8 @@ def _joined(parts: list[Entry], shape: tuple[int, ...] | None, experts: int) -> 
     stacked = len(shape) == 3 and rows == (prod(shape[:2]), shape[2])
     if len(parts) == 1 and not stacked:
         return parts[0]
-    return replace(parts[0], shape=shape if stacked else rows, parts=tuple(parts), within=None)
+    shape = shape if stacked else rows
+    return replace(parts[0], shape=shape, parts=tuple(parts), within=None, computed=None)
 
 
 def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: Experts) -> None:

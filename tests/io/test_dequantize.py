@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from qtool.io.check_source import check_source
 from qtool.io.dequantize import block_scaled
 from qtool.io.safetensors import read, read_header
 from qtool.io.source import Checkpoint
+from qtool.io.source_names import _made
 from qtool.models import family_of
 from qtool.models.architecture import Architecture
+from qtool.models.parts import RowsOf
 from tests.io.published import CASES, codes, scales
 from tests.models.tiny import save_tiny
 
@@ -67,6 +71,22 @@ def test_each_matrix_of_a_stack_has_its_own_global_scale(tmp_path: Path) -> None
         "w", stored["packed"], stored["scales"], [(1, 16)], torch.float32
     )
     assert torch.equal(read(entry), read(plain) / divisors[:, None, None])
+
+
+def test_rows_of_a_stack_make_a_stack(tmp_path: Path) -> None:
+    """The lower rows of each matrix of a dequantized stack form a stack of their own."""
+    stored, scale = codes((3, 8, 16)), scales(3, 8, 1)
+    save_file({"codes": stored, "scales": scale}, tmp_path / "file")
+    file = read_header(tmp_path / "file")
+    whole = block_scaled.block_scaled("w", file["codes"], file["scales"], [], torch.float32)
+    rows = tuple(row for row in range(24) if row % 8 >= 4)
+    family = SimpleNamespace(
+        rows_on_disk={"down": (RowsOf("w", 12, rows, 3, False),)}, sizes={"experts": lambda _: 3}
+    )
+    model: Any = SimpleNamespace(family=family, source_shapes=dict, namespace=None)
+    down, expected = _made({"w": whole}, model)["down"], (stored.float() * scale)[:, 4:]
+    assert torch.equal(read(down), expected)
+    assert torch.equal(read(down.matrix(1), slice(1, 3)), expected[1, 1:3])
 
 
 def test_a_square_weight_of_conv1d_is_turned(tmp_path: Path) -> None:
