@@ -82,7 +82,8 @@ def _rename(source: Checkpoint, model: Architecture) -> dict[str, str]:
         entries[embedding] = entries.pop(head)
     for name in family.transposed & entries.keys():
         stored = entries[name]
-        if not (stored.within or isinstance(stored.computed, Merged | Cast)):  # not adopted yet
+        adopted = stored.within or isinstance(stored.computed, Merged | Cast)
+        if len(stored.shape) == 2 and not adopted:
             entries[name] = stored.transposed()
     if names := family.experts:
         for block in range(model.blocks):
@@ -192,14 +193,18 @@ def _adopt_experts(entries: dict[str, Entry], attribute: str, moe: str, names: E
     first = "gate_up_proj" if names.gate else "up_proj"
     if not all(f"{attribute}.experts.{part}" in entries for part in (first, "down_proj")):
         return
-    for part in ("weight", "bias"):
-        suffix = "" if part == "weight" else "_bias"
+    for part, suffix in (("weight", ""), ("bias", "_bias")):
         stacks = [f"{attribute}.experts.{stack}{suffix}" for stack in (first, "down_proj")]
-        if stacks[0] not in entries:
+        if not all(stack in entries for stack in stacks):
             continue
         both, down = (entries.pop(name) for name in stacks)
         if part == "weight":
             _require_stacks(attribute, both, down, names)
+        elif len(both.shape) != 2 or len(down.shape) != 2 or both.shape[0] != down.shape[0]:
+            raise QtoolError(
+                f"{attribute}.experts: stacked biases {list(both.shape)} and {list(down.shape)} "
+                "found; [experts, outputs] of both are expected"
+            )
         for number, (one, back) in enumerate(zip(_parts(both), _parts(down), strict=True)):
             parts = _roles(one, names) | {"down": _rows(back, names, slice(None))}
             for role, entry in parts.items():

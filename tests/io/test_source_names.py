@@ -4,6 +4,7 @@ byte.
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.errors import QtoolError
+from qtool.io.check_source import check_source
 from qtool.io.source import Checkpoint
 from qtool.io.source_names import adopt
 from qtool.models import family_of
@@ -60,6 +62,29 @@ def test_interleaved_stacks(tmp_path: Path) -> None:
     for start, linear in enumerate((f"{experts}.1.gate_proj", f"{experts}.1.up_proj")):
         assert torch.equal(source.read(f"{linear}.weight"), stack[1, :, start::2].T)
         assert torch.equal(source.read(f"{linear}.bias"), bias[1, start::2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shape", "said"),
+    [
+        *(
+            ("gpt_oss", "mlp.experts.down_proj_bias", s, "stacked biases")
+            for s in ((), (4,), (3, 64))
+        ),
+        ("gpt_oss", "mlp.experts.down_proj_bias", None, "experts.0.gate_proj.bias is missing"),
+        ("gpt2", "attn.c_attn.weight", (), r"attn.c_attn.weight: shape \[\] found"),
+    ],
+)
+def test_a_tensor_of_another_shape(
+    kind: str, name: str, shape: tuple[int, ...] | None, said: str, tmp_path: Path
+) -> None:
+    source = Checkpoint(save_tiny(kind, tmp_path / "source"))
+    model = Architecture(source.config, family_of(source.config))
+    entry = source.entries.pop(full := f"{model.family.blocks}.0.{name}")
+    if shape is not None:
+        source.entries[full] = replace(entry, shape=shape)
+    with pytest.raises(QtoolError, match=said):
+        check_source(source, model)
 
 
 def test_stacks_of_another_shape(make_model: MakeModel, tmp_path: Path) -> None:
