@@ -15,6 +15,8 @@ from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from qtool.io.model_directory import DEMO
+
 torch.set_num_threads(1)
 os.fsync = lambda _: None  # what tests write need not survive a power cut
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -148,6 +150,12 @@ def save_model(
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
+
+
+def copy_tokenizer(directory: Path) -> None:
+    """Give the model in ``directory`` the demo's tokenizer, of 4096 ids."""
+    for file in DEMO.glob("tokenizer*"):
+        shutil.copy(file, directory)
 
 
 @pytest.fixture(scope="session")

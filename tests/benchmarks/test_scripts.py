@@ -30,7 +30,7 @@ from click.testing import CliRunner
 import qtool
 from qtool.cli import cli
 from qtool.io.model_directory import DEMO
-from tests.conftest import save_model
+from tests.conftest import copy_tokenizer, save_model
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -105,8 +105,7 @@ def random_tokens(tmp: Path) -> None:
     for name in ("train", "valid"):
         torch.randint(4096, (5000,), dtype=torch.int16).numpy().tofile(tmp / f"{name}.bin")
     (tmp / "tokenizer").mkdir()
-    for file in DEMO.glob("tokenizer*"):
-        shutil.copy(file, tmp / "tokenizer")
+    copy_tokenizer(tmp / "tokenizer")
 
 
 def two_evaluations(tmp: Path) -> None:

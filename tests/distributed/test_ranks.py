@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -24,9 +23,8 @@ from qtool.calibration.method import Transform
 from qtool.cli import cli, main
 from qtool.distributed import ranks, watch
 from qtool.errors import QtoolError
-from qtool.io.model_directory import DEMO
 from tests import forks
-from tests.conftest import save_model
+from tests.conftest import copy_tokenizer, save_model
 from tests.distributed import rank_cases
 from tests.forks import Ended
 from tests.models.tiny import save_tiny
@@ -135,8 +133,7 @@ def readable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_model(
         tmp_path_factory.mktemp("readable"), vocab_size=4096, num_hidden_layers=4
     )
-    for file in DEMO.glob("tokenizer*"):
-        shutil.copy(file, directory)
+    copy_tokenizer(directory)
     return directory
 
 

@@ -1,15 +1,13 @@
 """One tiny model and its quantized forms, for every command and block of the docs."""
 
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import qtool
-from qtool.io.model_directory import DEMO
-from tests.conftest import save_model
+from tests.conftest import copy_tokenizer, save_model
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +17,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """
     folder = tmp_path_factory.mktemp("docs")
     model = save_model(folder / "tiny", num_hidden_layers=1, vocab_size=4096, dtype=torch.bfloat16)
-    for path in DEMO.glob("tokenizer*"):
-        shutil.copy(path, model)
+    copy_tokenizer(model)
     config = json.loads((model / "config.json").read_text())
     config |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     (model / "config.json").write_text(json.dumps(config))

@@ -17,7 +17,7 @@ from qtool.errors import QtoolError
 from qtool.eval import saved
 from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.report.data import quality
-from tests.conftest import MakeModel
+from tests.conftest import MakeModel, copy_tokenizer
 
 OPTIONS: dict[str, Any] = {
     "seqlen": 64,
@@ -31,13 +31,8 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture
 def demo_like(make_model: MakeModel) -> Path:
     """A random model with the demo's tokenizer."""
-    from shutil import copy
-
-    from qtool.io.model_directory import DEMO
-
     directory = make_model(hidden_size=256, num_attention_heads=4, head_dim=64, vocab_size=4096)
-    for path in DEMO.glob("tokenizer*"):
-        copy(path, directory)
+    copy_tokenizer(directory)
     return directory
 
 

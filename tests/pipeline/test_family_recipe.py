@@ -1,7 +1,6 @@
 """Built-in recipes on families that cannot have all of them."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 
 import qtool
 from qtool import recipes
-from qtool.io.model_directory import DEMO
 from qtool.io.source import Checkpoint
 from qtool.models import Fold, family_of
 from qtool.pipeline.job import Job
@@ -18,7 +16,7 @@ from qtool.pipeline.planning.plan_text import as_dict, as_text
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.recipe_fit.family_recipe import for_tied_head
 from qtool.runtime.load import load
-from tests.conftest import VARIANTS, MakeModel
+from tests.conftest import VARIANTS, MakeModel, copy_tokenizer
 from tests.models.tiny import tiny_config
 
 CALIBRATED = [
@@ -119,8 +117,7 @@ def test_what_was_adapted_is_printed_and_recorded(
     make_model: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, said = make_model("gemma2", vocab_size=4096), "rotate: the residual stream left out"
-    for file in DEMO.glob("tokenizer*"):
-        shutil.copy(file, model)
+    copy_tokenizer(model)
     qtool.quantize(
         model,
         "w8a8",

@@ -1,7 +1,6 @@
 """A quantized KV cache of decoders of which only some blocks keep keys and values."""
 
 from pathlib import Path
-from shutil import copy
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ from transformers.cache_utils import Cache, DynamicCache
 import qtool
 from qtool.errors import QtoolError
 from qtool.eval.kv_error import kv_errors
-from qtool.io.model_directory import DEMO
 from qtool.io.source import Checkpoint
 from qtool.models.cache_argument import CACHE
 from qtool.report import build, page
 from qtool.runtime.kv_cache import QuantCache, unquantize_kv
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, kv_quantizers
-from tests.conftest import needs_transformers
+from tests.conftest import copy_tokenizer, needs_transformers
 from tests.models import proof
 from tests.models.tiny import save_tiny
 
@@ -121,8 +119,7 @@ def test_an_export_has_scales_of_attention_alone(model_type: str, tmp_path: Path
 
 def test_a_hybrid_is_evaluated_with_a_cache_and_reported(tmp_path: Path) -> None:
     source = save_tiny("lfm2", tmp_path / "source", vocab_size=4096)
-    for path in DEMO.glob("tokenizer*"):
-        copy(path, source)
+    copy_tokenizer(source)
     options: dict[str, Any] = {"device": "cpu", "seqlen": 32, "limit": 2}
     plain, kv4 = (
         qtool.evaluate("demo", source, kv=kv, **options)[0]["demo"].metrics["perplexity"].value

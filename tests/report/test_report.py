@@ -31,7 +31,6 @@ from qtool.eval.saved import SavedResult
 from qtool.exchange.export import export
 from qtool.exchange.import_ import import_checkpoint
 from qtool.io.integrity import read_record
-from qtool.io.model_directory import DEMO
 from qtool.io.run_record import record_path
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
@@ -43,7 +42,7 @@ from qtool.report.data import Expert, Size, experts, gains, quality, recorded_er
 from qtool.report.page import ranges, render, verdict
 from qtool.runtime.load import load
 from qtool.schemes.kv import KV_QUANTIZERS
-from tests.conftest import save_model
+from tests.conftest import copy_tokenizer, save_model
 from tests.models.tiny import save_tiny
 
 RECIPE = {
@@ -90,8 +89,7 @@ def base(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("base") / "llama"
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 4096}
     save_model(directory, **sizes)
-    for path in DEMO.glob("tokenizer*"):
-        shutil.copy(path, directory)
+    copy_tokenizer(directory)
     return directory
 
 
@@ -149,8 +147,7 @@ def test_a_context_and_sizes_by_other_names(tmp_path):
     for name, layers in (("gpt2", 1), ("deeper", 2)):
         config = GPT2Config(vocab_size=4096, n_embd=64, n_layer=layers, n_head=2, n_positions=24)
         GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
-        for path in DEMO.glob("tokenizer*"):
-            shutil.copy(path, tmp_path / name)
+        copy_tokenizer(tmp_path / name)
     recipe = {"scheme": "w8a8", "layers": [{"match": ".*", "scheme": "w8a8"}], "rounding": "rtn"}
     recipe["layers"][0]["layout"] = "row-major-8"
     source = Checkpoint(tmp_path / "gpt2")
@@ -208,8 +205,7 @@ def test_without_provenance_it_says_so(quantized, damage):
 
 def test_what_the_recipe_left_out_is_told(make_model, tmp_path):
     source = make_model(num_key_value_heads=1, vocab_size=4096)
-    for path in DEMO.glob("tokenizer*"):
-        shutil.copy(path, source)
+    copy_tokenizer(source)
     out = quantize(Checkpoint(source), recipes.load("w4a8-lqq"), tmp_path / "out")
     assert (
         "layout row-major for self_attn.k_proj, self_attn.v_proj: dual-mma's tile"
@@ -226,8 +222,7 @@ def test_every_word_that_occurs_is_explained(page):
 
 def test_a_cache_s_float32_tensors_do_not_speak_for_the_rest(make_model, tmp_path):
     source = make_model(dtype=torch.bfloat16, head_dim=64, vocab_size=4096)
-    for path in DEMO.glob("tokenizer*"):
-        shutil.copy(path, source)
+    copy_tokenizer(source)
     page = page_of(quantize(Checkpoint(source), recipes.parse(RECIPE, "test"), tmp_path / "out"))
     assert "The rest, not quantized, has 16.0 bits a weight." in page.words
     assert "self_attn.k_offset" in page.words and glossary.STORED["k_offset"] in page.words
