@@ -1410,7 +1410,7 @@ FAULTS = [
             "qtool/io/source.py",
             "if Path(shard).name != shard or not",
             "if not",
-            "tests/test_bad_input.py -k outside",
+            "tests/io/test_damaged_files.py -k names_no_file",
         ),
         (
             "qtool/io/safetensors.py",

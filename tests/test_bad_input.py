@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -29,35 +30,38 @@ from qtool.io.source import Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.load import load
 from qtool.runtime.read_linear import linear_shape
-from tests.conftest import MakeModel
+from tests.conftest import MakeModel, copy_tokenizer
 from tests.models.tiny import save_tiny
 
-
-def qtool_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
-) -> tuple[int, str]:
-    """Exit code and the message of ``qtool ARGUMENTS``, in this process."""
-    monkeypatch.setattr(sys, "argv", ["qtool", *map(str, arguments)])
-    code = 0
-    try:
-        qtool.cli.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.err + captured.out
+Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def refused(tmp_path, monkeypatch, capsys):  # type: ignore[no-untyped-def]
+def qtool_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """``qtool_run(ARGUMENTS)``: exit code and message of ``qtool ARGUMENTS``, in this process."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["qtool", *map(str, arguments)])
+        code = 0
+        try:
+            qtool.cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.err + captured.out
+
+    return run
+
+
+@pytest.fixture
+def refused(tmp_path: Path, qtool_run: Run):  # type: ignore[no-untyped-def]
     """``refused("text", MODEL, options...)``: quantizing is refused with that text and leaves no
     output.
     """
 
     def check(text: str, model: object, *options: object, scheme: str = "w4a8-lqq") -> None:
         out = tmp_path / "refused"
-        code, message = qtool_run(
-            monkeypatch, capsys, "quantize", model, "--scheme", scheme, "--out", out, *options
-        )
+        code, message = qtool_run("quantize", model, "--scheme", scheme, "--out", out, *options)
         assert code == 2, message
         assert text in message
         assert "Traceback" not in message
@@ -108,8 +112,7 @@ def test_a_config_that_transformers_cannot_make(  # type: ignore[no-untyped-def]
 ) -> None:
     """With calibration, and where weights are rounded one by one: before work, and in a plan."""
     model = make_model(vocab_size=4096)
-    for file in DEMO.glob("tokenizer*"):
-        shutil.copy(file, model)
+    copy_tokenizer(model)
     edit_config(model, **{key: value})
     paper = ("--recipe", "paper", "--calib", "demo", "--samples", 1, "--seqlen", 16)
     for options in (paper, ("--recipe", "fast")):
@@ -134,17 +137,16 @@ SENSITIVITY = ("--choices", "w4a16,w8a8", "--budget-bits", 5, "--calib", "demo",
     ids=lambda command: " ".join(map(str, command[:2])),
 )
 def test_a_model_whose_blocks_fail(  # type: ignore[no-untyped-def]
-    command: tuple[object, ...], make_model: MakeModel, tmp_path: Path, monkeypatch, capsys
+    command: tuple[object, ...], make_model: MakeModel, tmp_path: Path, monkeypatch, qtool_run: Run
 ) -> None:
     """Llama rotates whole heads, and here its frequencies are of half a head."""
     model = make_model(vocab_size=4096)
-    for file in DEMO.glob("tokenizer*"):
-        shutil.copyfile(file, model / file.name)
+    copy_tokenizer(model)
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
     edit_config(model, rope_parameters=rope)
     monkeypatch.chdir(tmp_path)
     words = [str(model) if word == "MODEL" else word for word in command]
-    code, message = qtool_run(monkeypatch, capsys, *words)
+    code, message = qtool_run(*words)
     assert code == 2 and "Traceback" not in message
     assert re.match(
         r"qtool: transformers cannot run the model of config.json \(RuntimeError: The size of .*",
@@ -231,16 +233,6 @@ def test_truncated_file(refused, make_model: MakeModel) -> None:  # type: ignore
     refused("not a safetensors file", model)
 
 
-def test_index_outside_the_directory(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
-    model = make_model(max_shard_size="200KB")
-    index = model / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    for shard in ("../secret.safetensors", 5, None, ["x"]):
-        content["weight_map"][DOWN] = shard
-        index.write_text(json.dumps(content))
-        refused("is not a file name inside the model directory", model)
-
-
 def test_pickles_are_not_read(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
     model = make_model()
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
@@ -282,10 +274,10 @@ def test_dense_blocks_of_a_mixture_that_are_damaged(refused, make_model: MakeMod
     refused("the size 'inter' of this Qwen3-MoE model is None", model)
 
 
-def test_a_null_quantization_config_is_none(make_model: MakeModel, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_null_quantization_config_is_none(make_model: MakeModel, qtool_run: Run) -> None:
     model = make_model()
     edit_config(model, quantization_config=None, head_dim=None)
-    code, said = qtool_run(monkeypatch, capsys, "plan", model, "--scheme", "w4a8-lqq")
+    code, said = qtool_run("plan", model, "--scheme", "w4a8-lqq")
     assert code == 0 and "w4a8-lqq" in said
 
 
@@ -318,14 +310,13 @@ def test_sizes_that_the_weights_contradict(  # type: ignore[no-untyped-def]
     said: str,
     refused,
     make_model: MakeModel,
-    monkeypatch,
-    capsys,
+    qtool_run: Run,
 ) -> None:
     """A plan of the config alone cannot know them."""
     model = make_model()
     edit_config(model, **changes)
     refused(said, model)
-    code, message = qtool_run(monkeypatch, capsys, "plan", model, "--scheme", "w8a8")
+    code, message = qtool_run("plan", model, "--scheme", "w8a8")
     assert code == 2 and said in message and len(message.splitlines()) == 1
     assert qtool.plan(model / "config.json", "w8a8").job.config.items() >= changes.items()
 
@@ -347,7 +338,7 @@ def test_a_plan_reads_no_weights(make_model: MakeModel, monkeypatch) -> None:  #
 
 @pytest.mark.parametrize("left", ["pointers", "some", "none"])
 def test_a_plan_before_the_weights_are_there(
-    left: str, refused, make_model: MakeModel, monkeypatch, capsys
+    left: str, refused, make_model: MakeModel, qtool_run: Run
 ) -> None:  # type: ignore[no-untyped-def]
     model = make_model(max_shard_size="200KB")
     shards = sorted(model.glob("*.safetensors"))
@@ -359,11 +350,11 @@ def test_a_plan_before_the_weights_are_there(
     problem = f"{absent.name}: a pointer" if left == "pointers" else f"{absent} is missing"
     refused(problem, model)
     ordered = ("--scheme", "w8a8")
-    code, planned = qtool_run(monkeypatch, capsys, "plan", model, *ordered)
+    code, planned = qtool_run("plan", model, *ordered)
     note, _, text = planned.partition("\n")
     assert code == 0 and note.startswith(problem)
     assert note.endswith("; the plan is of config.json alone, and the weights were not looked at")
-    assert qtool_run(monkeypatch, capsys, "plan", model / "config.json", *ordered) == (0, text)
+    assert qtool_run("plan", model / "config.json", *ordered) == (0, text)
 
 
 def test_a_plan_refuses_what_is_no_file_of_weights(make_model: MakeModel) -> None:
@@ -487,11 +478,9 @@ def test_shapes_the_layout_cannot_hold(refused, make_model: MakeModel) -> None: 
     )
 
 
-def test_a_mistake_is_named_once(
-    make_model: MakeModel, tmp_path: Path, monkeypatch, capsys
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_mistake_is_named_once(make_model: MakeModel, tmp_path: Path, qtool_run: Run) -> None:
     def run(*arguments: object) -> tuple[int, str]:
-        code, message = qtool_run(monkeypatch, capsys, *arguments)
+        code, message = qtool_run(*arguments)
         return code, message.strip().splitlines()[-1]
 
     out = tmp_path / "out"
@@ -515,7 +504,7 @@ def test_a_mistake_is_named_once(
     shard = next(out.glob("model-00002*"))
     shard.write_bytes(shard.read_bytes()[:-1])
     for problem in ("the file's sha256 is not the one recorded", "the file is missing"):
-        code, message = qtool_run(monkeypatch, capsys, "verify", out)
+        code, message = qtool_run("verify", out)
         assert code == 1 and f"\n{shard.name}: {problem}" in f"\n{message}"
         assert f"qtool: {out}: 1 of 1 checks failed" in message
         shard.unlink(missing_ok=True)
@@ -544,7 +533,7 @@ def test_unknown_names(refused, make_model: MakeModel, tmp_path: Path) -> None: 
 
 @pytest.mark.parametrize("number", ["3²", "٣"])
 def test_only_ascii_digits_are_digits(  # type: ignore[no-untyped-def]
-    number: str, refused, make_model: MakeModel, monkeypatch, capsys
+    number: str, refused, make_model: MakeModel, monkeypatch, qtool_run: Run
 ) -> None:
     model = make_model()
     refused(f"--group-size {number!r}: a number of input channels", model, "--group-size", number)
@@ -554,7 +543,7 @@ def test_only_ascii_digits_are_digits(  # type: ignore[no-untyped-def]
         ["kv", "--shapes", f"64x4096x8x32x{number}"],
         ["serve", model, "--batches", f"16,{number}"],
     ):
-        code, message = qtool_run(monkeypatch, capsys, "bench", *options)
+        code, message = qtool_run("bench", *options)
         assert code == 2 and f"{options[-1]!r}" in message.replace(f"{options[-1]}:", "")
     name = f"model.layers.{number}.mlp.up_proj"
     with pytest.raises(QtoolError, match=f"{name}: not a linear of Llama blocks"):
@@ -615,8 +604,7 @@ def test_calibration_text(refused, make_model: MakeModel, tmp_path: Path) -> Non
         "[{match: '.*', scheme: w4a8-lqq, group_size: 64, layout: dual-mma}]\ntransforms: "
         "[norm-fusion, smooth]"
     )
-    for file in DEMO.glob("tokenizer*"):
-        shutil.copy(file, model)
+    copy_tokenizer(model)
     options = ("--recipe", recipe, "--calib", text, "--seqlen", "64")
     refused("text.txt", model, *options)
     text.write_text("")
@@ -625,8 +613,7 @@ def test_calibration_text(refused, make_model: MakeModel, tmp_path: Path) -> Non
     refused("fewer than one window of 64", model, *options)
     text.write_text("The captain was not at all able to endure it. " * 50)
     small = make_model(vocab_size=300, name="small")
-    for file in DEMO.glob("tokenizer*"):
-        shutil.copy(file, small)
+    copy_tokenizer(small)
     refused("the model embeds 300 ids (0 to 299)", small, *options)
     for file in model.glob("tokenizer*"):
         file.unlink()
@@ -651,14 +638,12 @@ def test_an_output_with_a_name_too_long_for_the_files_beside_it(
 
 
 def test_output_that_holds_something_else(
-    make_model: MakeModel, tmp_path, monkeypatch, capsys
-) -> None:  # type: ignore[no-untyped-def]
+    make_model: MakeModel, tmp_path: Path, qtool_run: Run
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "letter.txt").write_text("dear")
-    code, message = qtool_run(
-        monkeypatch, capsys, "quantize", make_model(), "--scheme", "w8a8", "--out", out
-    )
+    code, message = qtool_run("quantize", make_model(), "--scheme", "w8a8", "--out", out)
     assert code == 2 and "exists already" in message
     assert [p.name for p in out.iterdir()] == ["letter.txt"]
 
@@ -775,7 +760,7 @@ def test_the_output_is_not_the_model(refused, make_model: MakeModel, tmp_path, m
     assert not list(tmp_path.glob("**/*.partial"))
 
 
-def test_the_output_is_in_no_model(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_the_output_is_in_no_model(make_model: MakeModel, tmp_path: Path, qtool_run: Run) -> None:
     model = make_model(dtype=torch.float16)
     native = quantize(Checkpoint(model), recipes.load("w4a16"), tmp_path / "native")
     for outer, inside in ((model, model / "q"), (native, native / "new" / "q")):
@@ -784,7 +769,7 @@ def test_the_output_is_in_no_model(make_model: MakeModel, tmp_path, monkeypatch,
             ("export", native, "--format", "gptq"),
             ("export", native, "--format", "gguf"),
         ):
-            code, message = qtool_run(monkeypatch, capsys, *command, "--out", inside)
+            code, message = qtool_run(*command, "--out", inside)
             assert code == 2 and f"{inside} lies inside the model {outer}, " in message
     assert not list(tmp_path.glob("**/*.partial")) and not (native / "new").exists()
 
@@ -798,7 +783,7 @@ def test_a_config_without_weights_is_no_model(
     quantize(Checkpoint(model), recipes.load("w8a8"), Path("q"))
 
 
-def test_a_billion_blocks(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_billion_blocks(make_model: MakeModel, tmp_path: Path, qtool_run: Run) -> None:
     model, out = make_model(), tmp_path / "q"
     quantize(Checkpoint(model), recipes.load("w8a8"), out)
     for directory in (model, out):
@@ -810,14 +795,14 @@ def test_a_billion_blocks(make_model: MakeModel, tmp_path, monkeypatch, capsys) 
         ("inspect", out),
         ("export", out, "--format", "compressed-tensors", "--out", tmp_path / "ct"),
     ):
-        code, message = qtool_run(monkeypatch, capsys, *command)
+        code, message = qtool_run(*command)
         assert code == 2 and "1000000000" in message, message
         assert "Traceback" not in message
 
 
 def test_a_native_checkpoint_without_a_size_of_its_family(
-    make_model: MakeModel, tmp_path, monkeypatch, capsys
-) -> None:  # type: ignore[no-untyped-def]
+    make_model: MakeModel, tmp_path: Path, qtool_run: Run
+) -> None:
     out = quantize(Checkpoint(make_model("qwen3_moe")), recipes.load("w8a8"), tmp_path / "q")
     edit_config(out, moe_intermediate_size=None)
     for command in (
@@ -825,34 +810,31 @@ def test_a_native_checkpoint_without_a_size_of_its_family(
         ("inspect", out),
         ("export", out, "--format", "compressed-tensors", "--out", tmp_path / "ct"),
     ):
-        code, message = qtool_run(monkeypatch, capsys, *command)
+        code, message = qtool_run(*command)
         assert code == 2 and "the size 'expert' of this Qwen3-MoE model is None" in message, message
 
 
 def test_a_checkpoint_without_packed_linears_is_not_verified(
-    make_model: MakeModel, tmp_path, monkeypatch, capsys
-) -> None:  # type: ignore[no-untyped-def]
+    make_model: MakeModel, tmp_path: Path, qtool_run: Run
+) -> None:
     none = recipes.parse({"layers": [{"match": ".*", "scheme": None}]}, "none")
     out = quantize(Checkpoint(make_model()), none, tmp_path / "q")
-    code, message = qtool_run(monkeypatch, capsys, "verify", out)
+    code, message = qtool_run("verify", out)
     assert code == 1 and "no linear is packed, so nothing was verified" in message
 
 
 def test_foreign_and_damaged_checkpoints(
-    make_model: MakeModel, tmp_path, monkeypatch, capsys
-) -> None:  # type: ignore[no-untyped-def]
+    make_model: MakeModel, tmp_path: Path, qtool_run: Run
+) -> None:
     model = make_model()
     for command in ("verify", "inspect"):
-        code, message = qtool_run(monkeypatch, capsys, command, model)
+        code, message = qtool_run(command, model)
         assert code == 2 and "not quantized" in message
     out = tmp_path / "q"
-    assert (
-        qtool_run(monkeypatch, capsys, "quantize", model, "--scheme", "w4a8-lqq", "--out", out)[0]
-        == 0
-    )
+    assert qtool_run("quantize", model, "--scheme", "w4a8-lqq", "--out", out)[0] == 0
     config = json.loads((out / "config.json").read_text())
     edit_config(out, quantization_config=config["quantization_config"] | {"format_version": 99})
-    code, message = qtool_run(monkeypatch, capsys, "inspect", out)
+    code, message = qtool_run("inspect", out)
     assert code == 2 and "format version 99 cannot be read" in message
 
 
@@ -889,10 +871,10 @@ def test_loading_names_the_damaged_file(make_model: MakeModel) -> None:
 
 
 def test_verify_misses_a_linear_that_is_left_out(
-    make_model: MakeModel, tmp_path, monkeypatch, capsys
-) -> None:  # type: ignore[no-untyped-def]
+    make_model: MakeModel, tmp_path: Path, qtool_run: Run
+) -> None:
     out = tmp_path / "q"
-    qtool_run(monkeypatch, capsys, "quantize", make_model(), "--scheme", "w4a8-lqq", "--out", out)
+    qtool_run("quantize", make_model(), "--scheme", "w4a8-lqq", "--out", out)
     index, name = out / "model.safetensors.index.json", "model.layers.1.mlp.up_proj"
     content = json.loads(index.read_text())
     kept = {
@@ -902,11 +884,11 @@ def test_verify_misses_a_linear_that_is_left_out(
     }
     index.write_text(json.dumps(content | {"weight_map": kept}))
     shard = content["weight_map"][next(t for t in content["weight_map"] if t.startswith(name))]
-    code, message = qtool_run(monkeypatch, capsys, "verify", out)
+    code, message = qtool_run("verify", out)
     assert code == 2 and f"{index.name} does not list {name}." in message
     tensors = {n: t for n, t in load_file(out / shard).items() if n in kept}
     save_file(tensors, out / shard, metadata={"format": "pt"})
-    code, message = qtool_run(monkeypatch, capsys, "verify", out)
+    code, message = qtool_run("verify", out)
     assert (
         code == 1
         and f"{name}: quantization_config has it packed, but it is not stored so" in message
@@ -914,43 +896,42 @@ def test_verify_misses_a_linear_that_is_left_out(
 
 
 def test_a_text_with_fewer_windows_than_asked_for_is_said(
-    make_model: MakeModel, tmp_path, monkeypatch, capsys
-) -> None:  # type: ignore[no-untyped-def]
+    make_model: MakeModel, tmp_path: Path, qtool_run: Run
+) -> None:
     model, text = make_model(vocab_size=4096), tmp_path / "text.txt"
-    for file in DEMO.glob("tokenizer*"):
-        shutil.copy(file, model)
+    copy_tokenizer(model)
     text.write_text("The captain was not at all able to endure it. " * 20)
     options = ("--calib", text, "--seqlen", "64", "--out", tmp_path / "q")
-    code, said = qtool_run(monkeypatch, capsys, "quantize", model, "--scheme", "w8a8", *options)
+    code, said = qtool_run("quantize", model, "--scheme", "w8a8", *options)
     assert code == 0 and "text.txt holds 3 of the 128 requested windows of 64 tokens" in said
 
 
-def test_the_package_keeps_no_results_of_the_demo(monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
-    code, message = qtool_run(monkeypatch, capsys, "eval", "demo", "--save")
+def test_the_package_keeps_no_results_of_the_demo(qtool_run: Run) -> None:
+    code, message = qtool_run("eval", "demo", "--save")
     assert code == 2 and "the demo's belongs to the package" in message
     assert not (DEMO / "eval.json").exists()
 
 
 def test_a_recipe_that_quantizes_nothing(
-    make_model: MakeModel, tmp_path, monkeypatch, capsys
-) -> None:  # type: ignore[no-untyped-def]
+    make_model: MakeModel, tmp_path: Path, qtool_run: Run
+) -> None:
     recipe, out = tmp_path / "none.yaml", tmp_path / "q"
     recipe.write_text("layers: [{match: '.*', scheme: null}]")
     options = ("--recipe", recipe, "--out", out)
-    code, said = qtool_run(monkeypatch, capsys, "quantize", make_model(), *options)
+    code, said = qtool_run("quantize", make_model(), *options)
     assert code == 2 and "nothing would be quantized" in said and not out.exists()
 
 
-def test_verify_finds_a_flipped_byte(make_model: MakeModel, tmp_path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_verify_finds_a_flipped_byte(make_model: MakeModel, tmp_path: Path, qtool_run: Run) -> None:
     out = tmp_path / "q"
-    qtool_run(monkeypatch, capsys, "quantize", make_model(), "--scheme", "w4a8-lqq", "--out", out)
-    assert qtool_run(monkeypatch, capsys, "verify", out)[0] == 0
+    qtool_run("quantize", make_model(), "--scheme", "w4a8-lqq", "--out", out)
+    assert qtool_run("verify", out)[0] == 0
     name = "model.layers.0.mlp.up_proj.s2"
     shard = next(p for p in sorted(out.glob("*.safetensors")) if name in load_file(p))
     tensors = load_file(shard)
     tensors[name].view(-1)[5] = 77
     save_file(tensors, shard, {"format": "pt"})
-    code, message = qtool_run(monkeypatch, capsys, "verify", out)
+    code, message = qtool_run("verify", out)
     assert code == 1
     assert "sha256" in message and "1 <= s2 <= 16" in message and "up_proj" in message
 
@@ -978,12 +959,10 @@ def test_usage_errors_exit_2() -> None:
     ],
 )
 def test_values_that_no_run_could_have(
-    option: str, value: object, tmp_path: Path, monkeypatch, capsys
+    option: str, value: object, tmp_path: Path, monkeypatch, qtool_run: Run
 ) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
-    code, message = qtool_run(
-        monkeypatch, capsys, "quantize", DEMO, "--scheme", "w8a8", option, value
-    )
+    code, message = qtool_run("quantize", DEMO, "--scheme", "w8a8", option, value)
     assert code == 2 and f"Invalid value for '{option}'" in message and "Traceback" not in message
     assert not list(tmp_path.parent.glob("*.partial")) and not list(tmp_path.iterdir())
 
@@ -1013,20 +992,18 @@ def options_of(kind: type[click.ParamType]) -> set[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "0", "-1", "1e400"])
-def test_no_number_is_none(value: str, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_no_number_is_none(value: str, tmp_path: Path, monkeypatch, qtool_run: Run) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
     assert options_of(click.types.FloatParamType) == FLOATS.keys()
     for (*path, option), arguments in FLOATS.items():
-        code, message = qtool_run(monkeypatch, capsys, *path, *arguments, f"{option}={value}")
+        code, message = qtool_run(*path, *arguments, f"{option}={value}")
         assert code == 2 and "a number above 0 is expected" in message and option in message
         assert len(message.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
-def test_a_model_has_its_own_number_of_blocks(tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_has_its_own_number_of_blocks(tmp_path: Path, monkeypatch, qtool_run: Run) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
-    code, message = qtool_run(
-        monkeypatch, capsys, "bench", "quantize", "demo", "--scheme", "w8a8", "--layers=1"
-    )
+    code, message = qtool_run("bench", "quantize", "demo", "--scheme", "w8a8", "--layers=1")
     assert code == 2 and "--layers 1 is for a random checkpoint, and demo is none" in message
     assert not list(tmp_path.iterdir())
 
@@ -1041,27 +1018,23 @@ def test_no_count_is_none(value: str) -> None:
 
 
 def test_places_that_cannot_be_written(
-    make_model: MakeModel, tmp_path: Path, monkeypatch, capsys
-) -> None:  # type: ignore[no-untyped-def]
+    make_model: MakeModel, tmp_path: Path, qtool_run: Run
+) -> None:
     model, file = make_model(), tmp_path / "file"
     file.write_text("")
-    code, message = qtool_run(
-        monkeypatch, capsys, "quantize", model, "--scheme", "w8a8", "--out", file / "out"
-    )
+    code, message = qtool_run("quantize", model, "--scheme", "w8a8", "--out", file / "out")
     assert code == 2 and message.endswith(
         f"qtool: {file / 'out'}: {file} is a file, where a directory is expected\n"
     )
     assert "Traceback" not in message
 
 
-def test_home_in_paths(make_model: MakeModel, tmp_path: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_home_in_paths(make_model: MakeModel, tmp_path: Path, monkeypatch, qtool_run: Run) -> None:  # type: ignore[no-untyped-def]
     """A shell leaves ``--out=~/out`` as it is, and so does Python."""
     monkeypatch.setenv("HOME", str(tmp_path))
     model, recipe = make_model(), tmp_path / "own.yaml"
     recipe.write_text("layers: [{match: .*, scheme: w8a8}]")
-    code, _ = qtool_run(
-        monkeypatch, capsys, "quantize", f"~/{model.name}", "--recipe=~/own.yaml", "--out=~/out"
-    )
+    code, _ = qtool_run("quantize", f"~/{model.name}", "--recipe=~/own.yaml", "--out=~/out")
     assert code == 0 and (tmp_path / "out" / "config.json").exists()
     qtool.quantize(f"~/{model.name}", recipe="~/own.yaml", out="~/again")
     assert (tmp_path / "again" / "config.json").exists()
