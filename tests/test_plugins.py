@@ -89,6 +89,20 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "own_scheme", raising=False)
 
 
+@pytest.fixture
+def plugged(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``plugged(name=register)`` installs these entry points and no others; none is loaded."""
+
+    def install(**registers: Callable[[], object]) -> None:
+        entries = [EntryPoint(name, f"{name}:register", plugins.GROUP) for name in registers]
+        monkeypatch.setattr(EntryPoint, "load", lambda entry: registers[entry.name])
+        monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
+        monkeypatch.setattr(plugins, "_loaded", False)
+        monkeypatch.setattr(plugins, "_called", set())
+
+    return install
+
+
 def test_a_scheme_of_another_package_goes_all_the_way(
     installed: None, tmp_path: Path, make_model: MakeModel
 ) -> None:
@@ -197,16 +211,14 @@ def test_a_plugin_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         recipes.load("w2a2")
 
 
-def test_the_line_of_a_plugin_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Entry:
-        name, value = "broken", "broken:register"
+def test_the_line_of_a_plugin_that_fails_is_named(plugged: Callable[..., None]) -> None:
+    wrong = type("Wrong", (Marlin,), {"name": "wrong", "matmul": lambda *given: None})
 
-        def load(self) -> Callable[[], None]:
-            wrong = type("Wrong", (Marlin,), {"name": "wrong", "matmul": lambda *given: None})
-            return lambda: qtool.register_scheme(wrong)
+    def register() -> None:
+        qtool.register_scheme(wrong)
 
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
-    line = Entry.load.__code__.co_firstlineno + 2
+    plugged(broken=register)
+    line = register.__code__.co_firstlineno + 1
     with pytest.raises(QtoolError, match=rf"matmul gives None.* \({__file__}, line {line}\)$"):
         recipes.load("w2a2")
 
@@ -214,7 +226,7 @@ def test_the_line_of_a_plugin_that_fails_is_named(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("order", [("kernel", "scheme"), ("scheme", "kernel")])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_plugin_gets_what_another_adds_in_any_order(
-    order: tuple[str, str], fails: bool, monkeypatch: pytest.MonkeyPatch
+    order: tuple[str, str], fails: bool, plugged: Callable[..., None]
 ) -> None:
     def scheme() -> None:
         if fails:
@@ -225,9 +237,7 @@ def test_a_plugin_gets_what_another_adds_in_any_order(
         "kernel": lambda: qtool.register_kernel("mine", "row-major-8", W8A8),
         "scheme": scheme,
     }
-    entries = [EntryPoint(name, name, plugins.GROUP) for name in order]
-    monkeypatch.setattr(EntryPoint, "load", lambda entry: register[entry.name])
-    monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
+    plugged(**{name: register[name] for name in order})
     if fails:
         with pytest.raises(QtoolError, match=r"^the plugin 'scheme' .*cannot be loaded: KeyError"):
             plugins.load()
@@ -250,7 +260,7 @@ def test_a_plugin_that_cannot_be_imported_is_named_and_not_what_imports_it(
 
 
 def test_what_a_plugin_adds_to_built_in_schemes_takes_part(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make_model: MakeModel
+    plugged: Callable[..., None], tmp_path: Path, make_model: MakeModel
 ) -> None:
     """No name is looked up that qtool does not have."""
     made = qtool.quantize(make_model(), "w4a16", layout="row-major", out=tmp_path / "out")
@@ -262,17 +272,9 @@ def test_what_a_plugin_adds_to_built_in_schemes_takes_part(
             type(EXPORT_FORMATS["gptq"])("gptq-of-mine", "gptq", "the same again")
         )
 
-    class Entry:
-        name, value = "mine", "mine:register"
-
-        def load(self) -> Callable[[], None]:
-            return register
-
     with pytest.raises(QtoolError, match=r"w4a16 in layout row-major.* it has no kernel"):
         require_servable(out, 1, (9, 0))
-    monkeypatch.setattr(plugins, "_loaded", False)
-    monkeypatch.setattr(plugins, "_called", set())
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
+    plugged(mine=register)
     require_servable(out, 1, (9, 0))
     with pytest.raises(QtoolError, match=r"formats that can: .*gptq-of-mine"):
         qtool.export(out, "qserve")
@@ -1399,24 +1401,16 @@ def test_what_takes_the_place_of_a_scheme_has_its_own_tensors() -> None:
 
 
 def test_after_a_plugin_failed_the_others_are_not_called_again(
-    monkeypatch: pytest.MonkeyPatch,
+    plugged: Callable[..., None],
 ) -> None:
     calls: list[str] = []
 
-    class Entry:
-        def __init__(self, name: str) -> None:
-            self.name = self.value = name
+    def bad() -> None:
+        calls.append("bad")
+        if calls.count("bad") == 1:
+            raise ValueError("not yet")
 
-        def load(self) -> Callable[[], None]:
-            return self.register
-
-        def register(self) -> None:
-            calls.append(self.name)
-            if calls.count("bad") == 1 and self.name == "bad":
-                raise ValueError("not yet")
-
-    entries = [Entry("good"), Entry("bad")]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
+    plugged(good=lambda: calls.append("good"), bad=bad)
     with pytest.raises(QtoolError, match=r"'bad' .*ValueError: not yet"):
         plugins.load()
     plugins.load()
@@ -1424,20 +1418,12 @@ def test_after_a_plugin_failed_the_others_are_not_called_again(
 
 
 def test_plugins_are_there_before_a_model_is_made(
-    monkeypatch: pytest.MonkeyPatch, make_model: MakeModel, tmp_path: Path
+    plugged: Callable[..., None], make_model: MakeModel, tmp_path: Path
 ) -> None:
     """One may hold its class, and one that is imported while it is made on meta is on meta too."""
     found: list[torch.device] = []
-
-    class Entry:
-        name = value = "constants"
-
-        def load(self) -> Callable[[], None]:
-            return lambda: found.append(torch.zeros(1).device)
-
     native = qtool.quantize(make_model(), "w8a8", out=tmp_path / "out").directory
-    monkeypatch.setattr(plugins, "_loaded", False)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [Entry()])
+    plugged(constants=lambda: found.append(torch.zeros(1).device))
     qtool.load(native)
     assert found == [torch.device("cpu")]
 
