@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from qtool import recipes
 from qtool.exchange.export import Exported, export
@@ -16,7 +15,7 @@ from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.read_linear import load_linear, packed_names
-from tests.conftest import SMALL, VARIANTS
+from tests.conftest import save_model
 
 #: N of 128, 256 and 384, K of 256 and 384: two and three groups of 128
 SHAPES = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -47,17 +46,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     @cache
     def make(variant: str = "llama", dtype: torch.dtype = torch.float16) -> Path:
-        torch.manual_seed(0)
-        settings = SMALL | VARIANTS[variant] | SHAPES
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(variant.split("-")[0], **settings)
-        )
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
         directory = tmp_path_factory.mktemp("source") / variant
-        model.to(dtype).save_pretrained(directory)
-        return directory
+        return save_model(directory, variant, dtype=dtype, **SHAPES)
 
     return make
 

@@ -75,7 +75,6 @@ def test_schemes_that_do_not_fit(
 @pytest.mark.parametrize(
     ("scheme", "size", "name", "message"),
     [
-        ("w4a16", 128, "marlin-24", "it takes w4a16-24"),
         (
             "w4a16-24",
             128,

@@ -95,10 +95,6 @@ def test_the_command_line_has_the_last_word(recipe: str, windows: str) -> None:
     assert cut(recipe, windows=windows).facts["tokens"] == cut(other).facts["tokens"]
 
 
-def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration_text, "host_memory", lambda: (64e9, 30_000_000))
-
-
 SMOOTHED = {
     "scheme": "test",
     "layers": [{"match": ".*", "scheme": "w8a8"}],
