@@ -138,7 +138,9 @@ class Entry:
         return replace(self, shape=(len(order), *self.shape[1:]), parts=tuple(found))
 
     def transposed(self) -> "Entry":
-        """The transpose of a matrix."""
+        """The transpose of a matrix; a tensor of other dimensions stays as it is."""
+        if len(self.shape) != 2:
+            return self
         within = Within(self.shape, range(self.shape[1]), transposed=True)
         return replace(self, shape=self.shape[::-1], within=within)
 

@@ -82,8 +82,7 @@ def _rename(source: Checkpoint, model: Architecture) -> dict[str, str]:
         entries[embedding] = entries.pop(head)
     for name in family.transposed & entries.keys():
         stored = entries[name]
-        adopted = stored.within or isinstance(stored.computed, Merged | Cast)
-        if len(stored.shape) == 2 and not adopted:
+        if not (stored.within or isinstance(stored.computed, Merged | Cast)):  # not adopted yet
             entries[name] = stored.transposed()
     if names := family.experts:
         for block in range(model.blocks):

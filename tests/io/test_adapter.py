@@ -175,6 +175,15 @@ def test_the_module_says_which_way_a_weight_lies(
     assert torch.equal(read(model, adapter)[f"{Q}.weight"], expected)
 
 
+def test_a_whole_tensor_that_is_no_matrix_of_conv1d(tmp_path: Path) -> None:
+    name = "transformer.h.0.attn.c_attn.weight"
+    adapter = save_adapter(tmp_path / "adapter", {name: torch.ones(8)})
+    with pytest.raises(
+        QtoolError, match=r"c_attn.weight is \[8\], and the model's is \[384, 128\]"
+    ):
+        read(save_tiny("gpt2", tmp_path / "gpt2"), adapter)
+
+
 def test_a_bare_decoders_names(tmp_path: Path) -> None:
     """As those of GPT-2's own checkpoint; its model is loaded with the adapter too."""
     gpt2, prefix = save_tiny("gpt2", tmp_path / "gpt2", dtype="bfloat16"), "transformer."
