@@ -27,6 +27,11 @@ def times(before: float, after: float) -> str:
     return f"{max(before, after) / min(before, after):.2f} times {word}"
 
 
+def group_size_text(group_size: int | None) -> str:
+    """A group size as text: the number, or ``channel`` for None, the whole channel."""
+    return "channel" if group_size is None else str(group_size)
+
+
 def duration(seconds: float) -> str:
     """A duration as text: ``0.4 s``, ``95 s``, ``12 min``, ``3.5 h``."""
     if seconds < 120:

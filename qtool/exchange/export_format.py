@@ -12,6 +12,7 @@ from qtool.format import LinearFormat
 from qtool.models.architecture import dtype_name
 from qtool.models.joined import joined
 from qtool.schemes import Params
+from qtool.units import group_size_text
 
 #: the format of each linear by full name; None if it stays in 16 bits
 Formats = Mapping[str, LinearFormat | None]
@@ -146,11 +147,6 @@ class Float16Format(ExportFormat):
         return "its loaders know no mixture of experts"
 
 
-def size_text(group_size: int | None) -> str:
-    """A group size as text for people."""
-    return "channel" if group_size is None else str(group_size)
-
-
 def file_group_size(group_size: int | None) -> int:
     """A group size as GPTQ, AWQ, Marlin, QQQ and QServe write it: -1 for the whole channel."""
     return -1 if group_size is None else group_size
@@ -234,4 +230,4 @@ def fused_shards_agree(formats: Formats, fused: Sequence[str]) -> None:
 def _described(found: LinearFormat | None) -> str:
     if found is None:
         return "in 16 bits"
-    return f"{found.scheme} with group size {size_text(found.group_size)}"
+    return f"{found.scheme} with group size {group_size_text(found.group_size)}"

@@ -11,11 +11,11 @@ from qtool.exchange.export_format import (
     Formats,
     fused_shards_agree,
     scheme_and_group,
-    size_text,
 )
 from qtool.format import CheckpointFormat, LinearFormat
 from qtool.models import Family, family_of
 from qtool.models.joined import joined_in_block
+from qtool.units import group_size_text
 
 #: model types whose published checkpoints hold a block's experts as one stack, and the first
 #: version of vLLM whose loaders take packed experts one by one
@@ -208,12 +208,12 @@ def _require_scheme(target: ExportFormat, name: str, found: LinearFormat) -> Non
     sizes = target.expressible.get(found.scheme)
     if sizes and found.group_size in sizes:
         return
-    accepted = (
-        f"group size {', '.join(map(size_text, sizes))}" if sizes else ", ".join(target.expressible)
-    )
+    accepted = ", ".join(target.expressible)
+    if sizes:
+        accepted = f"group size {', '.join(map(group_size_text, sizes))}"
     raise QtoolError(
         f"{name}: {target.name} cannot express {found.scheme} with group size "
-        f"{size_text(found.group_size)}; it takes {accepted}"
+        f"{group_size_text(found.group_size)}; it takes {accepted}"
     )
 
 
@@ -221,10 +221,10 @@ def _require_uniform(target: ExportFormat, formats: Formats) -> None:
     """Refuse linears of different formats if ``target`` has one setting for all linears."""
     kinds = {kind for found in formats.values() if (kind := scheme_and_group(found))}
     if target.uniform and len(kinds) > 1:
-        listed = ", ".join(f"{scheme} {size_text(size)}" for scheme, size in sorted(kinds, key=str))
+        sizes = (f"{scheme} {group_size_text(size)}" for scheme, size in sorted(kinds, key=str))
         raise QtoolError(
             f"{target.name} has one scheme and group size for the whole model, the checkpoint "
-            f"mixes {listed}"
+            f"mixes {', '.join(sizes)}"
         )
     plain = [name for name, found in formats.items() if found is None]
     if plain and not target.leaves_16_bit:

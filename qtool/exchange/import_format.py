@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from qtool.errors import QtoolError
-from qtool.exchange.export_format import size_text
 from qtool.exchange.formats.affine import W4A16_GROUP_SIZES, Affine
 from qtool.io.source import Checkpoint
 from qtool.models.architecture import DTYPES, dtype_name
+from qtool.units import group_size_text
 
 #: the schemes of imported linears: SYMMETRIC if all zero points are 8, else ZERO_POINTS
 SYMMETRIC, ZERO_POINTS = "w4a16", "w4a8-qoq"
@@ -127,7 +127,7 @@ def grid_of(source: Checkpoint, foreign: ImportFormat, name: str, shape: tuple[i
         )
     size = None if groups == 1 else k // groups
     if size not in W4A16_GROUP_SIZES:
-        listed = ", ".join(map(size_text, W4A16_GROUP_SIZES))
+        listed = ", ".join(map(group_size_text, W4A16_GROUP_SIZES))
         raise QtoolError(f"{name}: group size {size} is not one of w4a16's: {listed}; {INSTEAD}")
     order = None
     if foreign.group_index and f"{name}.{foreign.group_index}" in source:

@@ -22,6 +22,7 @@ from qtool.schemes.arithmetic import range_triton
 from qtool.schemes.arithmetic.activation import Activation
 from qtool.schemes.arithmetic.grid import Grid
 from qtool.schemes.arithmetic.launch_triton import triton_runs_on
+from qtool.units import group_size_text
 
 Params = dict[str, Tensor]
 #: the factor of a range; one below 0 gives a scale below 0 (:attr:`Scheme.negative_scales`)
@@ -81,8 +82,7 @@ class Scheme(ABC):
         if group_size == "default":
             group_size = self.default_group_size
         if group_size not in self.group_sizes:
-            sizes = group_size, *self.group_sizes
-            found, *accepted = ("channel" if g is None else str(g) for g in sizes)
+            found, *accepted = map(group_size_text, (group_size, *self.group_sizes))
             raise QtoolError(
                 f"{self.name}: group size {found} is not supported; accepted: {', '.join(accepted)}"
             )
@@ -234,9 +234,7 @@ class Scheme(ABC):
         size = self.group_size or k
         if not k or k % size:
             fits = [
-                "channel" if g is None else str(g)
-                for g in self.group_sizes
-                if k and common % (g or common) == 0
+                group_size_text(g) for g in self.group_sizes if k and common % (g or common) == 0
             ]
             others = (
                 f"sizes that do: {', '.join(fits)}" if fits else "none of its sizes divides them"
