@@ -257,7 +257,7 @@ def as_stored(name: str, tensor: Tensor, settings: Any) -> Tensor:
     linear = module.rpartition(".")[2]
     if linear.endswith("norm") and (offset := family_of(settings).norm_offset):
         return tensor.float() + offset
-    if linear == "gate" or linear == "shared_expert_gate":
+    if linear in ("gate", "shared_expert_gate"):
         return tensor.float().squeeze(0)
     tensor = tensor.float() if tensor.dim() == 1 else tensor
     if ARCHITECTURES[settings.model_type].interleaved_rope and linear in ("q_proj", "k_proj"):

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def _write(
     shards, recorded = shards_of(work), hashes_to_check(work.source.directory)
     architecture = next(a for a, name in package.MODEL_ARCH_NAMES.items() if name == arch)
     names = package.get_tensor_name_map(architecture, settings.num_hidden_layers)
-    tensors = _tensors(work, formats, names, settings)
+    tensors = _tensors(work, shards, formats, names, settings)
     by_file = {
         file: {name: stored for name, stored in tensors.items() if stored.file == file}
         for file in shards
@@ -164,15 +165,17 @@ def _write(
     return notes
 
 
-def _tensors(work: Conversion, formats: Formats, names: Any, settings: Any) -> dict[str, _Stored]:
-    """The tensors of the file by name.
+def _tensors(
+    work: Conversion, shards: Mapping[Path, list[str]], formats: Formats, names: Any, settings: Any
+) -> dict[str, _Stored]:
+    """The tensors of the file by name, made of the owners in ``shards``.
 
     Raises:
         QtoolError: llama.cpp's model lacks a tensor of the checkpoint.
     """
     tensors: dict[str, _Stored] = {}
     family = family_of(work.source.config)
-    for file, owners in shards_of(work).items():
+    for file, owners in shards.items():
         for owner in owners:
             packed = formats.get(owner)
             own = f"{owner}.weight" if packed else owner
