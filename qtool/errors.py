@@ -23,7 +23,7 @@ class CheckFailed(QtoolError):
 
 
 class DamagedFile(CheckFailed):
-    """A file is missing or has not its recorded hash; what was made of the others is whole."""
+    """A file is missing, or its hash is another than recorded; results of the others are whole."""
 
 
 class NotDownloaded(QtoolError):

@@ -461,8 +461,8 @@ FAULTS = [
         ),
         (
             "qtool/exchange/as_export.py",
-            "found = CACHE == OLDER",
-            "found = True",
+            "rounds_cache = CACHE == OLDER",
+            "rounds_cache = True",
             "tests/exchange/test_as_export.py -k cache",
         ),
         # calibration: rounding

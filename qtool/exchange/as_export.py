@@ -91,10 +91,10 @@ def load_as_export(
         loaded.set_submodule(name, _exported(linear, target, loaded.dtype, dequantize))
     if native.kv is not None:
         unquantize_kv(loaded)
-    found = CACHE == OLDER  # compressed-tensors 0.20 looks for a cache of this name alone
+    rounds_cache = CACHE == OLDER  # compressed-tensors 0.20 looks for a cache of this name alone
     family = family_of(config)
     keeps = keeps_kv_scales(target, native.kv, family, family.settings(config))
-    if found and not dequantize and keeps:
+    if rounds_cache and not dequantize and keeps:
         for attention in [module for module in loaded.modules() if hasattr(module, SCALES[0])]:
             stored = target.kv_tensors(*(attention.get_buffer(scale) for scale in SCALES))
             scales = [scale.to(loaded.dtype) for scale in stored.values()]

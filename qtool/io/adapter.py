@@ -191,7 +191,7 @@ class Adapter:
         if isinstance(weight.computed, Merged):
             return weight
         if pair.keys() != {"A", "B"} or any(len(e.shape) != 2 for e in (*pair.values(), weight)):
-            raise QtoolError(f"{self.directory}: {module} has not two matrices, A and B")
+            raise QtoolError(f"{self.directory}: {module} has no pair of matrices A and B")
         a, b = pair["A"], pair["B"]
         scaling, rank = self._scaling(module)
         shape = (b.shape[0], a.shape[1])  # shape of B A

@@ -82,7 +82,7 @@ def _download(model: str, patterns: list[str]) -> Path:
         if Path(owner).is_dir():
             here = f"does not exist: {owner} has no directory {name}; as a hub id it"
         raise QtoolError(
-            f"{model} {here} could not be had from the hub "
+            f"{model} {here} could not be downloaded from the hub "
             f"({type(error).__name__}: {in_one_line(error)}); pass the path of a "
             "downloaded model directory"
         ) from error

@@ -50,8 +50,9 @@ class Checkpoint:
         nbytes: bytes of the tensors in the files.
         published: the format of the weights if they are dequantized, else None.
         adapter: the adapter that is merged, or None.
-        tower_names: names of towers in the files that transformers loads and does not write, of
-            modules where these are enough, by those in the model; known once the entries have them.
+        tower_names: names of a tower's tensors in the files, by their names in the model, where
+            transformers would write other names; a module stands for its tensors where that is
+            enough. :func:`qtool.io.source_names.adopt` fills it.
     """
 
     def __init__(self, directory: Path, adapter: "Adapter | None" = None) -> None:

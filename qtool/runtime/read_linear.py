@@ -22,7 +22,7 @@ def load_linear(
     """The QuantLinear ``name`` of a native checkpoint.
 
     Raises:
-        QtoolError: if a stored tensor has not the declared shape and dtype.
+        QtoolError: if a stored tensor does not have the declared shape and dtype.
     """
     n, k = linear_shape(checkpoint, name)
     permuted, bias = f"{name}.permutation" in checkpoint, f"{name}.bias" in checkpoint

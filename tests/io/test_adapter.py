@@ -259,7 +259,7 @@ REFUSED: list[tuple[dict[str, Tensor], dict[str, Any], str]] = [
     (factors(Q, 128, 128), {"r": 4}, r"A \[8, 128\] and B \[128, 8\]; of rank 4"),
     (factors(Q, 128, 64), {}, r"for a weight \[128, 128\]"),
     (factors("model.layers.7.mlp.up_proj", 8, 8), {}, "layers.7.mlp.up_proj.weight is not a ten"),
-    ({f"{Q}.lora_A.weight": torch.ones(8, 128)}, {}, "has not two matrices, A and B"),
+    ({f"{Q}.lora_A.weight": torch.ones(8, 128)}, {}, "has no pair of matrices A and B"),
     (factors(Q, 128, 128) | {f"{Q}.lora_B.weight": torch.ones(128, 4)}, {}, r"B \[128, 4\]"),
     ({f"{Q}.lora_magnitude_vector": torch.ones(8)}, {}, "lora_magnitude_vector is not understood"),
     ({f"{Q}.lora_B.bias": torch.ones(8)}, {}, "lora_B.bias is not understood"),
