@@ -5,7 +5,7 @@ text, the number after ± is the half-width of the 95 % interval of Student's t.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -112,6 +112,10 @@ class Results:
         from qtool.eval.compare import table  # imports this module
 
         return table(self)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the tasks, so that ``in`` tells whether there is a result of one."""
+        return (result.task for result in self.tasks)
 
     def __getitem__(self, task: str) -> TaskResult:
         """The first result of ``task``.

@@ -64,6 +64,13 @@ def test_a_task_that_was_not_evaluated_is_no_key(results):
         results["c5"]
 
 
+def test_results_are_a_mapping_of_their_tasks(results):
+    """Without ``__iter__`` Python would ask for ``results[0]``."""
+    assert list(results) == [task.task for task in results.tasks]
+    assert "c4" in results
+    assert "c5" not in results
+
+
 def test_json_round_trip(results):
     def from_json(text):
         return Results(list(map(from_plain, json.loads(text)["tasks"])))
