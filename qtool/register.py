@@ -83,7 +83,9 @@ def register_recipe(scheme: str, recipe: str | Path | Mapping[str, Any]) -> None
     _require_instance(data, Mapping)
     for variant in data.get("variants") or [None]:
         if (named := recipes.parse(data, scheme, variant).scheme) != scheme:
-            raise QtoolError(f"the recipe to register for {scheme!r} says scheme: {named}")
+            raise QtoolError(
+                f"the recipe to register for {scheme!r} says scheme: {named}; expected {scheme}"
+            )
     if scheme in recipes.built_in():
         raise QtoolError(f"the recipe {scheme!r} is built in; choose another name")
     plugins.add(ADDED, scheme, data, "recipe")

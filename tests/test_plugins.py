@@ -821,7 +821,9 @@ def test_names_that_are_taken_are_refused() -> None:
     for name in ("a/../b", "", "two words", ".."):
         with pytest.raises(QtoolError, match=r"has the name .*expected"):
             qtool.register_scheme(type("Named", (SmoothQuant,), {"name": name}))
-    with pytest.raises(QtoolError, match="the recipe to register for 'one' says scheme: other"):
+    with pytest.raises(
+        QtoolError, match="the recipe to register for 'one' says scheme: other; expected one"
+    ):
         qtool.register_recipe(
             "one", {"scheme": "other", "layers": [{"match": ".*", "scheme": None}]}
         )

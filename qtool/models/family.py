@@ -33,8 +33,8 @@ OPTIONAL = (
 OF_SOME = ("ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
 #: the words for sizes that every family has
 SIZES = ("hidden", "q", "kv", "dim", "inter", "vocab")
-#: more than any model has: beyond these a config.json is damaged
-MOST_BLOCKS, MOST_EXPERTS = 1024, 4096
+#: the most that any config.json names (a dense Doge's has 16384 experts): one with more is damaged
+MOST_BLOCKS, MOST_EXPERTS = 1024, 16384
 
 
 @dataclass(frozen=True, eq=False)

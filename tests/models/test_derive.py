@@ -263,6 +263,13 @@ def test_experts_of_another_form_than_is_known_stay() -> None:
     assert "self_attn.q_proj" in family.linears() and not family.experts
 
 
+@needs_class("doge")
+def test_a_dense_config_may_name_experts_that_its_model_does_not_have() -> None:
+    config = tiny_config("doge")
+    config.num_experts = type(config)().num_experts  # as any config.json of Doge has it
+    assert derive(config.to_dict()).groups == derive(tiny_config("doge").to_dict()).groups
+
+
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])
 def test_no_model_of_a_damaged_config_is_built(key: str) -> None:
     with pytest.raises(QtoolError, match=f"config.json: {key} is 1000000000; at most"):
