@@ -141,6 +141,19 @@ def test_a_quantized_cache_is_refused_where_a_block_keeps_something_else(
     assert [refuses[method] for method in LOOK_INTO_CACHE] == 3 * [reason]
 
 
+@needs_class("mimo_v2_flash")
+def test_a_quantized_cache_is_refused_where_keys_and_values_differ_in_shape() -> None:
+    config = tiny_config("mimo_v2_flash", head_dim=64, v_head_dim=32).to_dict()
+    assert "both should be [1, heads, 4, head size]" in family_of(config).refuses["kv"]
+
+
+@needs_class("glm4_moe_lite")
+def test_an_output_projection_in_16_bits_says_why_the_residual_stream_stays() -> None:
+    config = tiny_config("glm4_moe_lite", v_head_dim=24).to_dict()  # 96 inputs are no groups of 64
+    family = family_of(config)
+    assert family.why_fixed == "self_attn.o_proj writes to it, and is not quantized"
+
+
 def test_a_quantized_cache_is_refused_where_transformers_layer_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

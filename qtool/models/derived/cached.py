@@ -115,7 +115,10 @@ class KVCaches:
         if type(self.notes.layers[number]) not in LAYERS:
             return "its blocks keep more than keys and values in the cache"
         if keys != values or (keys[0], keys[2]) != SHAPE:
-            return f"keys {list(keys)} and values {list(values)} enter it for {SHAPE[1]} tokens"
+            return (
+                f"it is given keys {list(keys)} and values {list(values)}, where both should be"
+                f" [{SHAPE[0]}, heads, {SHAPE[1]}, head size]"
+            )
         for attribute in ATTRIBUTES:
             if hasattr(self.recorded.model.get_submodule(module), attribute):
                 return f"its {name or 'block'} has a {attribute} of another meaning"

@@ -48,10 +48,11 @@ def _unknown_writer(block: RecordedBlock, groups: Sequence[LinearGroup]) -> str:
         if not facts or len(known) < len(facts):
             return "something is added to it that no linear of the block makes"
         for producer, fact in known.items():
-            linear = block.short(producer) in own or producer in block.experts
-            unchanged = producer in norms or (linear and in_order(fact))
-            if fact.kind > Kind.SUM or not unchanged:
-                return f"what {block.short(producer)} writes to it is changed on the way"
+            name = block.short(producer)
+            if producer not in norms and name not in own and producer not in block.experts:
+                return f"{name} writes to it, and is not quantized"
+            if fact.kind > Kind.SUM or (producer not in norms and not in_order(fact)):
+                return f"what {name} writes to it is changed on the way"
     return ""
 
 
