@@ -35,14 +35,14 @@ _lookup = torch._ops._OpNamespace.__getattr__
 
 
 def _absent(namespace: Any, name: str) -> Any:
-    """vLLM's compiled operations are not in a CUDA wheel on such a machine; modules only look them
-    up.
+    """vLLM's compiled operations are not in a CUDA wheel on such a machine; modules look them up,
+    or call them to pack a weight, which stays as it is.
     """
     try:
         return _lookup(namespace, name)
     except AttributeError:
         if namespace.name.startswith(("_C", "_moe_C")) and not name.startswith("__"):
-            return lambda *_, **__: None
+            return lambda *given, **_: given[0] if given else None
         raise
 
 

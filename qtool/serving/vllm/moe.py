@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -41,6 +42,9 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         name: vLLM's name of the layer.
         formats: formats of gate and up (``w13``), and of down (``w2``).
         names: names of their linears in the checkpoint, by expert.
+
+    Raises:
+        QtoolError: the experts compute something else, or would get LoRA adapters.
     """
 
     def __init__(
@@ -60,18 +64,13 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
             raise QtoolError(
                 f"{name}: experts whose gate and up are clamped, at {limit}, are not served"
             )
+        lora = get_current_vllm_config().lora_config
+        if lora and (lora.target_modules is None or name.split(".")[-1] in lora.target_modules):
+            raise QtoolError(
+                f"{name}: packed experts take no LoRA adapter; name the linears that do, such as "
+                "--lora-target-modules q_proj k_proj v_proj o_proj"
+            )
         self.name, self.formats, self.names = name, formats, names
-
-    def select_gemm_impl(self, *args: Any) -> Any:
-        """Refuse: vLLM asks for another kernel only where experts get LoRA adapters.
-
-        Raises:
-            QtoolError: always; packed experts take none.
-        """
-        raise QtoolError(
-            f"{self.name}: packed experts take no LoRA adapter; name the linears that do, such as "
-            "--lora-target-modules q_proj k_proj v_proj o_proj"
-        )
 
     def create_weights(
         self,
