@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from qtool.calibration.kv.shared_heads import SharedHeadCache
+from qtool.calibration.kv.block_cache import BlockCache
 from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear, stacked
 from qtool.calibration.stacking import by_kind, packed_in_turn
 from qtool.errors import QtoolError, suggest
@@ -104,7 +104,7 @@ class Block:
                 f"family {self.family.name}: KVCache.argument is {name!r}, and the arguments of a"
                 f" block are {', '.join(taken)}"
             )
-        return {name: SharedHeadCache(cache, cached.heads(self.config)[0])}
+        return {name: BlockCache(cache, cached.heads(self.config)[0])}
 
     def get(self, name: str) -> nn.Module:
         """The submodule ``name`` (a linear, a norm).

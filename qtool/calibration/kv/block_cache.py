@@ -1,4 +1,4 @@
-"""A KV cache for attention that repeats kv heads, and for what blocks have beside attention.
+"""What a block finds in place of transformers' KV cache while it is calibrated.
 
 Legend: B sequences in a batch, H kv heads, T tokens, D head dimension.
 """
@@ -10,11 +10,12 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class SharedHeadCache:
-    """A KV cache behind attention that repeats kv heads for query heads (Falcon).
+class BlockCache:
+    """The KV cache of one block, whose keys and values ``cache`` observes or quantizes.
 
-    ``cache`` takes and returns each kv head once. A recurrent layer of the block (Falcon-H1) or
-    an indexer (Qwen4) finds nothing of earlier forwards, and nothing of its own is kept.
+    ``cache`` takes and returns each kv head once, also where attention repeats kv heads for query
+    heads (Falcon). A recurrent layer of the block (Falcon-H1) or an indexer (Qwen4) finds nothing
+    of earlier forwards, and nothing of its own is kept.
     """
 
     cache: Any
