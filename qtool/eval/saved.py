@@ -114,7 +114,7 @@ def read(directory: Path) -> list[SavedResult]:
             )
             for s in found
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise QtoolError(f"{path} is damaged ({error!r}): remove it and evaluate again") from None
 
 

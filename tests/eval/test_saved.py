@@ -191,6 +191,7 @@ def test_processes_that_save_at_once_lose_nothing(store):
         '{"answers": [{}]}',
         '{"answers": [{"model": "m", "facts": {}, "tasks": [{"task": "c4"}]}]}',
         '{"answers": [{"model": "m", "facts": {}, "tasks": [{"metrics": [], "details": {}}]}]}',
+        "[" * 100_000,
     ],
 )
 def test_a_damaged_file_is_named(found, store):
