@@ -315,6 +315,8 @@ def families() -> str:
         right += not reasons
         kept = "; ".join(f"`{name}`: {why}" for name, why in row.get("kept", {}).items())
         passed = [step for step in FAMILY_STEPS if row.get(step) == ""]
+        # the type is in the row, and the other families are in the table
+        reasons = [re.sub("unsupported architecture .*?: |; declared .*", "", r) for r in reasons]
         said = "yes" if not reasons else f"no: {reasons[0]}"
         if reasons and passed:
             said += f" (right: {', '.join(passed)})"
