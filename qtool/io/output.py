@@ -148,7 +148,7 @@ class Output:
         self.made = [parent for parent in directory.parents if not parent.exists()]
         self.run.mkdir(parents=True, exist_ok=True)
         self.lock = lock(self.run / LOCK, self.partial)
-        for unfinished in (*self.partial.glob("*.tmp"), *self.run.glob("*.tmp")):
+        for unfinished in [*self.partial.rglob("*.tmp")]:
             unfinished.unlink()  # a killed run left it
         try:
             self._record_or_check_job()

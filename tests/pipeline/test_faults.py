@@ -273,6 +273,15 @@ def test_every_file_is_on_the_disk_before_the_result_has_its_name(  # type: igno
     assert not [name for name, f in written.items() if (f.st_ino, f.st_size) not in stored]
 
 
+def test_a_side_file_in_a_folder_that_was_written_halfway_is_removed(
+    source: Path, partial: Path, tmp_path: Path
+) -> None:
+    unfinished = partial / "additional_chat_templates" / "a.jinja.1.tmp"
+    unfinished.parent.mkdir()
+    unfinished.touch()
+    assert not [*run(source, tmp_path / "out", resume=True).rglob("*.tmp")]
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", "\x00\x00"])
 @pytest.mark.parametrize("record", ["job.json", "shard-00002.json", "shard-00003.json"])
 def test_a_damaged_journal(  # type: ignore[no-untyped-def]
