@@ -107,21 +107,23 @@ def read(directory: Path) -> list[SavedResult]:
     if not path.exists():
         return []
     try:
-        found = json.loads(path.read_text())[RESULTS]
-        return [
-            SavedResult(
-                s["model"], s["facts"], list(map(from_plain, s["tasks"])), s.get("files", "")
-            )
-            for s in found
-        ]
+        return _parsed(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise QtoolError(f"{path} is damaged ({error!r}): remove it and evaluate again") from None
+
+
+def _parsed(content: dict[str, Any]) -> list[SavedResult]:
+    return [
+        SavedResult(s["model"], s["facts"], list(map(from_plain, s["tasks"])), s.get("files", ""))
+        for s in content[RESULTS]
+    ]
 
 
 def save(directory: Path, saved: SavedResult) -> None:
     """Add ``saved`` to the file; it replaces an earlier result of the same model and facts.
 
-    A lock lets one process at a time do so.
+    A lock lets one process at a time do so. The model card is written first: a process that is
+    killed before the file is written computes the result again, and then writes both.
     """
     path = directory / f"{FILE}.lock"
     with path.open("w") as lock:
@@ -136,21 +138,24 @@ def save(directory: Path, saved: SavedResult) -> None:
             others = [
                 s for s in read(directory) if (s.model, s.facts) != (saved.model, saved.facts)
             ]
-            results = json_safe({RESULTS: [asdict(s) for s in [*others, saved]]})
-            write_json(directory / FILE, results)
-            _show(directory)
+            content = json_safe({RESULTS: [asdict(s) for s in [*others, saved]]})
+            for name in (FILE, CARD):
+                for unfinished in directory.glob(f"{name}.*.tmp"):
+                    unfinished.unlink()  # a killed process left it
+            _show(directory, _parsed(content))
+            write_json(directory / FILE, content)
         finally:
             path.unlink(missing_ok=True)
 
 
-def _show(directory: Path) -> None:
-    """Write the saved results of the model in ``directory`` into its model card, if it has ours."""
+def _show(directory: Path, results: Sequence[SavedResult]) -> None:
+    """Write those ``results`` that are of the model in ``directory`` into its card, if ours."""
     path = directory / CARD
     if not path.is_file():
         return
     model = identity(directory)
     tables: dict[str, list[TaskResult]] = {}
-    for saved in read(directory):
+    for saved in results:
         if saved.model == model:
             for task in saved.tasks:
                 facts = saved.facts | task.details  # the details hold the true window length

@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import sys
 from functools import partial
 
 import pytest
@@ -19,7 +21,8 @@ from qtool.errors import CheckFailed, QtoolError
 from qtool.eval import saved
 from qtool.eval.evaluate import LoadedTask, evaluate, load_tasks
 from qtool.eval.results import Metric, TaskResult
-from tests.forks import end, start
+from qtool.io.model_card import RESULTS
+from tests.forks import end, run, start
 
 TEXT = "The quick brown fox jumps over the lazy dog; 1,234 times! " * 4
 ROW = {"query": "a", "choices": ["b", "c"], "gold": 0}
@@ -153,6 +156,34 @@ def test_a_result_that_the_disk_does_not_take_is_given(
         f"{name} is not saved in {store / saved.FILE}" for name in ("a", "b")
     ]
     assert not list(store.glob("*.lock"))
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_an_evaluation_that_is_killed_while_it_saves_leaves_the_same_files(store, step):
+    tasks = [LoadedTask("a", {"task": "a"}, lambda _: [TaskResult("a", "zero_shot", "", 1, {})])]
+    (store / saved.CARD).write_text("\n".join(RESULTS))
+
+    def evaluated():
+        saved.results(tasks, store, lambda: "model", store, CPU)
+        return {path.name: path.read_bytes() for path in store.iterdir()}
+
+    def killed():
+        steps = iter(range(step))
+
+        def kill_at(event, arguments):
+            writes = event in ("open", "os.rename") and str(arguments[0]).endswith(".tmp")
+            if writes and next(steps, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(kill_at)
+        evaluated()
+
+    assert run(killed, store.with_name("killed")).code == -signal.SIGKILL
+    after = evaluated()
+    for name in (saved.FILE, saved.CARD):
+        (store / name).unlink()
+    (store / saved.CARD).write_text("\n".join(RESULTS))
+    assert evaluated() == after
 
 
 def test_results_are_given_though_new_file_times_are_not_taken(store, monkeypatch, caplog):
