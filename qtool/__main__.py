@@ -14,6 +14,7 @@ def main() -> None:
 
         signal.signal(signal.SIGINT, _interrupt)
         _open_closed_streams()
+        _require_working_directory()
         if "OMP_WAIT_POLICY" not in os.environ:
             # torch's threads wait awake for moments only: beside other work on the same cores they
             # would wait for each other longer than they compute
@@ -40,6 +41,15 @@ def _open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (until the process ends)
+
+
+def _require_working_directory() -> None:
+    """Exit with code 2 if it was removed: MKL then ends the process when torch is imported."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("qtool: the working directory is gone: change to another one", file=sys.stderr)
+        sys.exit(2)
 
 
 def _keep_freed_memory() -> None:

@@ -322,6 +322,18 @@ def test_closed_streams_are_no_mistake() -> None:
     assert subprocess.run(["sh", "-c", shell, sys.executable]).returncode == 0
 
 
+def test_a_working_directory_that_was_removed_is_called_so(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD" && exec "$0" -m qtool schemes', sys.executable],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(DEMO.parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    said = "qtool: the working directory is gone: change to another one\n"
+    assert (ended.returncode, ended.stderr) == (2, said)
+
+
 #: the command line in a process that goes on, and whether a bar of tqdm would then be shown
 AFTER_A_COMMAND = """
 import sys
