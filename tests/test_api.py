@@ -277,6 +277,7 @@ def test_a_default_device_of_the_caller_is_not_that_of_a_run(tmp_path: Path) -> 
         results, _ = qtool.evaluate(["demo"], native, limit=1, seqlen=64)
         qtool.write_report(native)
         assert qtool.load(native).device.type == "cpu"
+        assert qtool.plan("demo", "w4a8-lqq", recipe="best", calibration="demo").output_bytes
         assert torch.get_default_device().type == "meta"
     finally:
         torch.set_default_device(None)

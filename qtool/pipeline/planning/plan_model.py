@@ -13,6 +13,7 @@ from qtool.io.integrity import INDEX
 from qtool.io.model_directory import DEMO, require_tokenizer
 from qtool.io.source import Checkpoint
 from qtool.models.architecture import require_dtype
+from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.given_model import Name, config_directory, config_of
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedModel
 
 
+@torch_defaults()
 def plan_model(
     model: "Name | PreTrainedModel",
     recipe: Recipe,
