@@ -24,16 +24,16 @@ HIDDEN = "hidden"
 
 @dataclass(frozen=True)
 class BlockArguments:
-    """All blocks' arguments other than the hidden states.
+    """All blocks' arguments other than the hidden states; None for a block that is passed over.
 
     ``axes`` has the structure of the arguments; for each tensor it holds the dimension of the
     sequences, or None if all sequences share the tensor.
     """
 
-    values: Sequence[dict[str, Any]]
-    axes: Sequence[dict[str, Any]]
+    values: Sequence[dict[str, Any] | None]
+    axes: Sequence[dict[str, Any] | None]
 
-    def __getitem__(self, block: int) -> dict[str, Any]:
+    def __getitem__(self, block: int) -> dict[str, Any] | None:
         return self.values[block]
 
     def part(self, sequences: slice, size: int) -> "BlockArguments":

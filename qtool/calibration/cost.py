@@ -148,9 +148,8 @@ class BlockShape:
         come before them.
         """
         routed = [group for group in self.family.groups if group.routed]
-        last = routed[-1] if routed else self.family.groups[-1]
-        alike = [g for g in routed if g.fold is last.fold] or [last]
-        return self.forward_flops() - sum(self.linear_flops(group.linears) for group in alike)
+        last = [g for g in routed if g.fold is routed[-1].fold] or self.family.groups[-1:]
+        return self.forward_flops() - sum(self.linear_flops(group.linears) for group in last)
 
     def linear_flops(self, names: Iterable[str]) -> float:
         """Operations of the linears ``names``, on the tokens that each sees."""

@@ -33,16 +33,21 @@ PLAIN_ATTENTION = 2048
 Observer = Callable[..., None]
 
 
-def entering(block: Block, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors that enter the block, by name, and its other arguments, on its device."""
+def entering(block: Block, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """The tensors that enter the block, by name, and its other arguments, on its device.
+
+    The arguments are None if the model passes the block over.
+    """
     tensors = {n: t.to(block.device, non_blocking=True) for n, t in batch.tensors.items()}
     return tensors, to_device(batch.kwargs[block.index], block.device)
 
 
 def leaving(
-    block: Block, tensors: Mapping[str, Tensor], arguments: dict[str, Any], **extra: Any
+    block: Block, tensors: Mapping[str, Tensor], arguments: dict[str, Any] | None, **extra: Any
 ) -> dict[str, Tensor]:
     """All tensors that the block passes on for what :func:`entering` returns, with gradients."""
+    if arguments is None:
+        return dict(tensors)
     passes = block.family.passes
     given = as_arguments({n: t for n, t in tensors.items() if n != HIDDEN}, passes)
     block.update_module()

@@ -115,22 +115,23 @@ def bound_arguments(
 
 def block_arguments(
     model: "PreTrainedModel", family: Family, ids: Tensor
-) -> tuple[Tensor, list[dict[str, Any]]]:
+) -> tuple[Tensor, list[dict[str, Any] | None]]:
     """What enters the first block for ``ids [B, S]``, and all blocks' other arguments, by name.
 
-    No block is run: each gives what it was given.
+    No block is run: each gives what it was given. A block that text alone does not call, as Llama
+    3.2 Vision's cross-attention, has None.
 
     Raises:
         QtoolError: as :func:`~qtool.models.auto.running`.
     """
     blocks: Any = model.get_submodule(family.blocks)
-    entered: dict[int, Tensor] = {}
-    others: list[dict[str, Any]] = [{} for _ in blocks]
+    entered: list[Tensor] = []
+    others: list[dict[str, Any] | None] = [None] * len(blocks)
 
     def recorder(number: int, signature: inspect.Signature) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             bound = bound_arguments(signature, args, kwargs)
-            hidden = entered[number] = bound.pop(next(iter(bound)))
+            entered.append(hidden := bound.pop(next(iter(bound))))
             others[number] = {n: given for n, given in bound.items() if n not in CACHE_ARGUMENTS}
             if number == len(others) - 1:
                 raise _LastBlock

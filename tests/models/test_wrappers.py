@@ -42,6 +42,25 @@ def test_the_part_that_takes_text_alone_is_run(kind: str, text: str, tmp_path: P
     quantized_right(source, tmp_path / "out", "best")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "scheme"), [("best", "w4a16"), ("paper", "w4a4-g128"), ("paper", "w8a8")]
+)
+def test_blocks_that_text_alone_passes_over_stay_as_they_are(
+    recipe: str, scheme: str, tmp_path: Path
+) -> None:
+    """Those of Llama 3.2 Vision's cross-attention, which wait for a picture."""
+    source, out = save_tiny("mllama", tmp_path / "source"), tmp_path / "out"
+    qtool.plan(source, scheme, recipe=recipe)
+    if scheme == "w4a16":
+        quantized_right(source, out, recipe)
+    else:
+        quantize(source, out, recipe, scheme)
+    found, own = (qtool.load(path).state_dict() for path in (out, source))
+    crossing = [name for name in own if "language_model.layers.1." in name]
+    assert any(name.endswith("cross_attn.k_proj.weight") for name in crossing)
+    assert all(torch.equal(found[name], own[name]) for name in crossing)
+
+
 def test_a_model_without_a_family_is_run_as_it_is() -> None:
     with torch.device("meta"):
         model = auto_class(config := tiny_config("zamba")).from_config(config)

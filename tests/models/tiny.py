@@ -296,6 +296,7 @@ INNER: dict[str, dict[str, dict[str, Any]]] = {
         for name in ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
     },
     "gemma3": {"text_config": {"layer_types": MIXED}},
+    "mllama": {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}},
     "diffusion_gemma": {"text_config": {"top_k_experts": 2, "layer_types": MIXED}},
     "gemma3n": {"vision_config": {"architecture": "mobilenetv3_small_050"}},
     "perception_lm": {

@@ -119,7 +119,7 @@ def _most_bytes(
         parameters = sum(map(prod, job.block_shapes(block).values()))
         computing = itemsize % 4  # 0 if forwards use the exact weights themselves
         # a few tensors for all tokens, or each once for all pairs of a token and an expert
-        widest = max(map(sum, shape.linears.values()))
+        widest = max(map(sum, shape.linears.values()), default=0)
         experts = [name for name in shape.linears if shape.family.group_of(name).routed]
         paired = sum(shape.share(name) * sum(shape.linears[name]) for name in experts)
         sequences = batch_sequences(job, window, device, max(1, BATCH_TOKENS // window))

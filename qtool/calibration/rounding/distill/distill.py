@@ -44,7 +44,7 @@ from qtool.schemes import Scheme
 STARTS: dict[str, type[Rounding]] = {"rtn": RoundToNearest, "gptq": Gptq}
 LOSSES = ("cosine", "mse")
 #: tensors that enter a block, its other arguments, the teacher's output ``[b, S, H]``, its size
-Given = tuple[dict[str, Tensor], dict[str, Any], Tensor, Tensor]
+Given = tuple[dict[str, Tensor], dict[str, Any] | None, Tensor, Tensor]
 
 
 @dataclass(kw_only=True)
