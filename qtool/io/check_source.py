@@ -108,6 +108,6 @@ def require_tied(source: Checkpoint, model: Architecture) -> None:
     ):
         raise QtoolError(
             f"{head} is not {embedding}, although config.json ties the two: set "
-            "tie_word_embeddings to false there if the model has a head of its own, or remove that "
-            "tensor"
+            "tie_word_embeddings to false there, and in its text_config if it has one, where the "
+            "model has a head of its own, or remove that tensor"
         )

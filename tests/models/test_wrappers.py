@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import qtool
+from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.auto import auto_class, text_model
@@ -118,3 +119,15 @@ def test_a_wrapper_saved_as_its_text_model_is_that() -> None:
     assert auto_class(config).__name__ == "AutoModelForMultimodalLM"
     config.architectures = ["Qwen3_5ForCausalLM"]
     assert auto_class(config).__name__ == "AutoModelForCausalLM"
+
+
+def test_a_wrapper_whose_text_config_ties_the_head_is_told_so(tmp_path: Path) -> None:
+    """LLaVA's class ties the two where either part of config.json does."""
+    source = save_tiny("llava", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    config["text_config"]["tie_word_embeddings"] = True
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QtoolError, match=r"to false there, and in its text_config if it has one"):
+        qtool.quantize(source, "w4a16", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
