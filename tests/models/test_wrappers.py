@@ -13,7 +13,7 @@ from qtool.models import family_of
 from qtool.models.auto import auto_class, text_model
 from qtool.runtime.huggingface import quantized_linears
 from tests.models.proof import exported_right, quantize, quantized_right, windows
-from tests.models.tiny import save_tiny, tiny_config
+from tests.models.tiny import INNER, save_tiny, tiny_config
 
 
 @pytest.mark.parametrize("kind", ["mistral3", "qwen3_5"])
@@ -60,6 +60,14 @@ def test_blocks_that_text_alone_passes_over_stay_as_they_are(
     crossing = [name for name in own if "language_model.layers.1." in name]
     assert any(name.endswith("cross_attn.k_proj.weight") for name in crossing)
     assert all(torch.equal(found[name], own[name]) for name in crossing)
+
+
+def test_the_first_block_may_be_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What enters the second one is then what the residual stream begins with."""
+    monkeypatch.setitem(INNER, "mllama", {"text_config": {"cross_attention_layers": [0]}})
+    quantized_right(save_tiny("mllama", tmp_path / "source"), tmp_path / "out", "paper")
 
 
 def test_a_model_without_a_family_is_run_as_it_is() -> None:
