@@ -134,8 +134,9 @@ def old_names(entries: Set[str], model: Architecture) -> dict[str, str]:
     found = {}
     for name in sorted(entries - shapes.keys()):
         own, _ = loaded(name)
-        known = own in absent or own.rpartition(".")[0] in modules
-        if own not in entries and (known or any(stack in own for stack in stacks)):
+        known = own.rpartition(".")[0] in modules or any(stack in own for stack in stacks)
+        packed = name.rpartition(".")[0] in modules  # of a linear that has the model's name
+        if own not in entries and (own in absent or (known and not packed)):
             found[own] = name
     return found
 

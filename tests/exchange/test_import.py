@@ -81,9 +81,11 @@ def test_there_and_back(
     assert torch.equal(load(back)(IDS).logits, load(ours)(IDS).logits)
 
 
-@pytest.mark.parametrize("kind", ["mistral3", "gptj", "mpt"])
+@pytest.mark.parametrize("kind", ["mistral3", "gptj", "mpt", "minimax_m2"])
 def test_there_and_back_under_other_names(kind: str, tmp_path: Path) -> None:
-    """A wrapper's, whose text model is called otherwise on disk, and configs of other keys."""
+    """A wrapper's, whose text model is called otherwise on disk, configs of other keys, and experts
+    that transformers renames when it loads them.
+    """
     ours, foreign, back = (tmp_path / name for name in ("ours", "foreign", "back"))
     source = save_tiny(kind, tmp_path / "source")
     qtool.quantize(source, "w4a16", recipe="fast", dtype="float16", out=ours)
