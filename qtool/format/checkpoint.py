@@ -169,7 +169,10 @@ def native_format(config: Mapping[str, Any]) -> CheckpointFormat:
         QtoolError: the model is not quantized, or not by qtool, or ``config`` lacks its sizes.
     """
     if not config.get("quantization_config"):
-        raise QtoolError("the model is not quantized: config.json has no quantization_config")
+        raise QtoolError(
+            "the model is not quantized: config.json has no quantization_config; pass what qtool"
+            " quantize made of it"
+        )
     found = CheckpointFormat.from_dict(config["quantization_config"])
     family = family_of(config)
     require_sizes(family, family.settings(config))

@@ -172,6 +172,11 @@ def test_refusals(name: str, message: str, make_model: MakeModel) -> None:
         qtool.load_as_export(native, name)
 
 
+def test_a_model_in_16_bits(make_model: MakeModel) -> None:
+    with pytest.raises(QtoolError, match="; pass what qtool quantize made of it"):
+        qtool.load_as_export(make_model(), "compressed-tensors")
+
+
 def test_a_hub_id(make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native = quantized(make_model(), "w4a16", 32)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(native))
