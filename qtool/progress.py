@@ -88,7 +88,12 @@ class Display:
             self.bar.update(done - self.bar.n)
         elif done == total or not self.lines or not done % max(1, total // self.lines):
             said = [f"{self.unit} {done}/{total}", *self._times(done, total), facts]
-            print(", ".join(filter(None, said)), file=sys.stderr, flush=True)
+            try:
+                print(", ".join(filter(None, said)), file=sys.stderr, flush=True)
+            except BrokenPipeError:
+                raise
+            except OSError:  # the log's disk is full: the work goes on without its lines
+                return
 
     def _times(self, done: int, total: int) -> list[str]:
         """Seconds since the start and seconds left, by the pace after the first unit."""

@@ -385,6 +385,21 @@ def test_a_log_has_few_lines_and_silence_none(capsys) -> None:  # type: ignore[n
     assert capsys.readouterr().err == ""
 
 
+def test_work_goes_on_without_its_lines_if_the_logs_disk_is_full() -> None:
+    program = """
+import sys
+from qtool.progress import Display
+with Display("quantize", "shard") as shown:
+    for done in range(1, 4):
+        shown(done, 3, {})
+print("made")
+"""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True)
+    assert done.stdout == "made\n"
+
+
 def test_units_that_end_at_once_say_nothing_of_the_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
