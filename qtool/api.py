@@ -250,7 +250,7 @@ def sensitivity(
     """Choose a scheme for each group of linears of ``model``, and write the recipe to ``out``.
 
     All that was measured is written beside it, to a file of the same name that ends in ``.json``.
-    The device holds the whole float model.
+    The device holds the whole float model, and host memory a byte for each weight in each choice.
 
     Args:
         model: a directory, a hub id or ``demo``.
@@ -259,10 +259,12 @@ def sensitivity(
         budget_bits: most stored bits per weight, on average over all that may be quantized.
         out: a new YAML file for :func:`quantize`.
         recipe: ``fast``, ``paper`` or ``best``: the recipe whose methods are written, of the choice
-            whose weights, then whose inputs, have the fewest bits.
-        calibration: as :func:`quantize` takes it; the divergence is measured on its windows.
+            whose weights, then whose inputs, have the fewest bits. With ``fast`` weights are
+            rounded to nearest while the divergence is measured, otherwise by GPTQ.
+        calibration: as :func:`quantize` takes it. The divergence is measured on one of four of its
+            windows, and GPTQ looks at the others; with ``fast`` on all of them.
         data_dir: directory with local copies of corpora.
-        samples: number of calibration windows, by default as ``calibration`` says, or 8.
+        samples: number of calibration windows, by default as ``calibration`` says, or 32.
         seqlen: tokens per window.
         seed: seed of the choice of windows.
         device: where the model runs.

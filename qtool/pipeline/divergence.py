@@ -5,12 +5,14 @@ from contextlib import ExitStack, contextmanager
 from math import isfinite
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from qtool.calibration.rounding.rounded import Rounded, SimulatedLinear
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.models.auto import running, text_model
+from qtool.pipeline.trial_rounding import Trial, linear, moved
 
 
 class Probe:
@@ -18,15 +20,22 @@ class Probe:
 
     Args:
         windows: batches ``[B, S]`` of token ids.
+
+    Attributes:
+        rounded: the linears that may be rounded, in each format, as :func:`.trial_rounding.rounded`
+            gives them; the caller fills it.
     """
 
     def __init__(self, model: PreTrainedModel, windows: Sequence[Tensor]) -> None:
         self.model = model
+        self.rounded: dict[Trial, Rounded] = {}
         self.windows = [window for ids in windows for window in ids.split(1)]
         self.expected = [self._log_probabilities(ids).cpu() for ids in self.windows]
 
     def divergence(self, formats: Mapping[str, LinearFormat | None]) -> float:
         """KL(float || rounded) in nats a token, with the linears of these full names rounded.
+
+        A linear whose format is None stays as it is.
 
         Raises:
             QtoolError: the model's output has NaN or Inf, or as
@@ -36,7 +45,8 @@ class Probe:
         with ExitStack() as stack:
             for name, linear_format in formats.items():
                 if linear_format is not None:
-                    stack.enter_context(rounded(self.model.get_submodule(name), linear_format))
+                    one = self.rounded[name, linear_format]
+                    stack.enter_context(simulated(self.model, name, linear_format, one))
             for ids, expected in zip(self.windows, self.expected, strict=True):
                 found = self._log_probabilities(ids)
                 given = expected.to(found.device)
@@ -55,19 +65,24 @@ class Probe:
 
 
 @contextmanager
-def rounded(linear: nn.Module, linear_format: LinearFormat) -> Iterator[None]:
-    """While open, ``linear`` has weight and inputs rounded to nearest in its format."""
-    scheme, weight = linear_format.scheme_object, linear.weight
-    assert isinstance(weight, nn.Parameter)
-    kept, params = weight.data, scheme.fit(weight.data)
-
-    def on_inputs(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return scheme.fake_activation(given[0], params), *given[1:]
-
-    hook = linear.register_forward_pre_hook(on_inputs)
-    weight.data = scheme.fake_weight(kept, params).to(kept.dtype)
+def simulated(
+    model: PreTrainedModel, name: str, linear_format: LinearFormat, rounded: Rounded
+) -> Iterator[None]:
+    """While open, a linear computes as the quantized one will; its weight is in host memory."""
+    scheme, exact = linear_format.scheme_object, linear(model, name)
+    weight, device = exact.weight, exact.weight.device
+    own = moved(rounded, device)
+    simulation = SimulatedLinear(
+        exact,
+        scheme,
+        own,
+        scheme.dequantize(own.codes, own.params).to(weight.dtype),
+        rotated=linear_format.rotated,
+    )
+    weight.data = weight.data.cpu()
+    model.set_submodule(name, simulation)
     try:
         yield
     finally:
-        weight.data = kept
-        hook.remove()
+        model.set_submodule(name, exact)
+        weight.data = weight.data.to(device)

@@ -2,7 +2,8 @@
 
 A group is the linears of a block that read one input, which engines run as one. The cost of a
 scheme for a group is the KL divergence of the model's output from the float model's, in nats a
-token, with only that group rounded to nearest; the costs of several groups are assumed to add up.
+token, with only that group rounded; the costs of several groups are assumed to add up. Weights are
+rounded by GPTQ (:mod:`~qtool.pipeline.trial_rounding`), or to nearest if the recipe does so.
 :mod:`~qtool.pipeline.allocation` makes the choice from these costs.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qtool import recipes
+from qtool.calibration.rounding.gptq.gptq import GptqOptions
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
 from qtool.models.conv1d import replace_conv1d
@@ -25,6 +27,7 @@ from qtool.pipeline.allocation import Group, Option, allocations, best_allocatio
 from qtool.pipeline.divergence import Probe
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import group_size
+from qtool.pipeline.trial_rounding import rounded
 from qtool.progress import Progress
 from qtool.recipes import Recipe
 from qtool.recipes.schema import LayerRule
@@ -162,6 +165,14 @@ class Candidates:
             for name in (self.job.full(block, linear) for linear in linears)
         }
 
+    def all_formats(self, group: Group) -> dict[str, set[LinearFormat]]:
+        """The formats of each linear of ``group``, by full name, in any choice."""
+        found: dict[str, set[LinearFormat]] = {}
+        for choice in self.jobs:
+            for name, linear_format in self.formats({group: choice}).items():
+                found.setdefault(name, set()).update(filter(None, [linear_format]))
+        return found
+
     def bits(self, group: Group, choice: str) -> int:
         """Stored bits of all weights of ``group``."""
         return 8 * sum(
@@ -212,6 +223,7 @@ class Candidates:
 def sensitivity(
     job: Job,
     model: PreTrainedModel,
+    measured: Sequence[Tensor],
     windows: Sequence[Tensor],
     choices: Sequence[str],
     budget_bits: float,
@@ -221,7 +233,8 @@ def sensitivity(
     """The recipe of ``job`` with a choice for each group of linears, under a limit.
 
     Args:
-        windows: batches ``[B, S]`` on which the divergence is measured.
+        measured: batches ``[B, S]`` on which the divergence is measured.
+        windows: batches ``[B, S]`` whose inputs GPTQ looks at.
         choices: choices as in :func:`recipes_of`.
         budget_bits: most stored bits a weight, over all weights that may be quantized.
 
@@ -231,9 +244,14 @@ def sensitivity(
     """
     candidates = Candidates(job, _groups(job, model), recipes_of(choices))
     candidates.require_budget(budget_bits)
-    probe = Probe(model, windows)
+    probe = Probe(model, measured)
+    gptq = None
+    if job.rounding.needs_data:
+        gptq = job.rounding if isinstance(job.rounding, GptqOptions) else GptqOptions()
     options: dict[Group, list[Option]] = {}
     for number, group in enumerate(candidates.groups, 1):
+        of_linears = candidates.all_formats(group)
+        probe.rounded |= rounded(model, _inputs(job, group), of_linears, windows, gptq)
         options[group] = candidates.options(group, probe)
         if progress:
             progress(number, len(candidates.groups), {})
@@ -293,6 +311,13 @@ def _groups(job: Job, model: PreTrainedModel) -> list[Group]:
             if not isinstance(modules.get(name), nn.Linear):
                 raise QtoolError(f"{name}: no linear of the model in memory, so nothing to measure")
     return groups
+
+
+def _inputs(job: Job, group: Group) -> list[list[str]]:
+    """The full names of the linears of ``group``, in lists that read one input each."""
+    block, linears = group
+    groups = job.block_family(block).groups
+    return [[job.full(block, n) for n in of.linears] for of in groups if of.linears[0] in linears]
 
 
 def _rules(

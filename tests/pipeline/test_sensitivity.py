@@ -16,15 +16,21 @@ from torch import Tensor
 
 import qtool
 from qtool import recipes
+from qtool.calibration.rounding.gptq.gptq import GptqOptions, gptq
+from qtool.calibration.rounding.rtn import round_to_nearest
 from qtool.cli import cli
 from qtool.errors import QtoolError
+from qtool.format import LinearFormat
 from qtool.io.model_directory import DEMO
 from qtool.io.source import Checkpoint, read_config
+from qtool.models.experts import separate_experts
 from qtool.pipeline.divergence import Probe
 from qtool.pipeline.inspect import total
 from qtool.pipeline.job import Job
 from qtool.pipeline.sensitivity import Candidates, _pattern, recipes_of
 from qtool.pipeline.sensitivity_recipe import fewest_bits
+from qtool.pipeline.trial_rounding import rounded
+from qtool.schemes.arithmetic.online_hadamard import rotate
 from tests.conftest import MakeModel
 from tests.models.tiny import save_tiny
 
@@ -45,13 +51,96 @@ def test_what_is_measured_is_what_quantize_gives(
     names = [job.full(b, name) for b in range(job.blocks) for name in job.linears(b)]
     before = float_model.state_dict()
     before = {name: tensor.clone() for name, tensor in before.items()}
-    found = probe.divergence({name: job.format.of(name) for name in names})
+    formats = {name: job.format.of(name) for name in names}
+    each = {name: {of} for name, of in formats.items() if of}
+    probe.rounded = rounded(float_model, [[name] for name in names], each, [], None)
+    found = probe.divergence(formats)
     assert all(torch.equal(before[name], t) for name, t in float_model.state_dict().items())
-    assert probe.divergence({}) == 0.0
+    assert probe.divergence({}) == probe.divergence(dict.fromkeys(names)) == 0.0
     probe.model = qtool.load(
         qtool.quantize(model, scheme, out=tmp_path / "out"), dtype=torch.float32
     )
     assert found > 0 and found == pytest.approx(probe.divergence({}), rel=0.02)
+
+
+def test_gptq_looks_at_the_inputs_that_the_float_model_gives(make_model: MakeModel) -> None:
+    """As each format quantizes them, rotated where the linear rotates them."""
+    model, down = qtool.load(make_model(), dtype=torch.float32), "model.layers.1.mlp.down_proj"
+    of = [LinearFormat("w4a16", 32, "row-major"), LinearFormat("w4a16", 64, "row-major")]
+    of += [LinearFormat("w4a8-lqq", 64, "row-major", rotated=turned) for turned in (False, True)]
+    options = GptqOptions(rounds=1)
+    found = rounded(model, [[down]], {down: of}, list(IDS.split(1)), options)
+    linear, seen = model.get_submodule(down), []
+    with linear.register_forward_pre_hook(lambda _, given: seen.append(given[0])):
+        model(IDS)
+    inputs = seen[0].flatten(0, 1)
+    for linear_format in of:
+        turn = rotate if linear_format.rotated else lambda tensor: tensor
+        weight, scheme = turn(linear.weight.detach()), linear_format.scheme_object
+        codes, params = gptq(weight, scheme, inputs=turn(inputs), options=options)
+        value = scheme.dequantize(codes, params)
+        one = found[down, linear_format]
+        close = scheme.dequantize(one.codes, one.params) - value
+        assert close.norm() < 0.02 * (value - weight).norm()  # a code may differ by order of sums
+
+
+def test_an_expert_that_sees_no_token_is_rounded_to_nearest(tmp_path: Path) -> None:
+    model = qtool.load(save_tiny("qwen3_moe", tmp_path / "model"), dtype=torch.float32)
+    separate_experts(model)
+    names = [f"model.layers.1.mlp.experts.{e}.down_proj" for e in range(model.config.num_experts)]
+    of = LinearFormat("w8a8", None, "row-major")
+    found = rounded(
+        model, [[n] for n in names], {n: {of} for n in names}, [IDS[:1, :2]], GptqOptions()
+    )
+    for name in names:
+        nearest = round_to_nearest(of.scheme_object, model.get_submodule(name).weight.detach())
+        assert torch.equal(found[name, of].codes, nearest.codes)
+
+
+def test_what_gptq_loses_is_measured_on_windows_that_it_has_not_seen(
+    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every fourth window is measured, the others calibrate."""
+    seen: dict[str, list[Tensor]] = {}
+
+    def sensitivity(
+        job: Job, model: object, measured: Any, windows: Any, *_: Any, **__: Any
+    ) -> None:
+        seen.update(measured=measured, windows=windows)
+        raise QtoolError("enough")
+
+    monkeypatch.setattr("qtool.pipeline.sensitivity_recipe.sensitivity", sensitivity)
+    ids = torch.arange(6 * 32).view(6, 32)
+    options = {"calibration": ids, "samples": 6, "seqlen": 32}
+    for recipe, measured in (("best", [0, 4]), ("fast", [*range(6)])):
+        with pytest.raises(QtoolError, match="enough"):
+            qtool.sensitivity(
+                make_model(), CHOICES, 6.0, tmp_path / "a.yaml", recipe=recipe, **options
+            )
+        assert torch.equal(torch.cat(seen["measured"]), ids[measured])
+        others = [i for i in range(6) if i not in measured]
+        assert torch.equal(torch.cat([ids[:0], *seen["windows"]]), ids[others])
+
+
+def test_methods_with_data_need_two_windows(make_model: MakeModel, tmp_path: Path) -> None:
+    options = {"calibration": IDS, "samples": 1, "seqlen": 32}
+    with pytest.raises(QtoolError, match="1 calibration window: two or more are expected"):
+        qtool.sensitivity(make_model(), CHOICES, 6.0, tmp_path / "a.yaml", **options)
+
+
+def test_gptq_costs_less_than_rounding_to_nearest() -> None:
+    """A block of the demo, on windows that GPTQ has not seen."""
+    model, of = qtool.load("demo", dtype=torch.float32), LinearFormat("w4a16", 32, "row-major")
+    text = (DEMO / "calibration.txt").read_text()[:20000]
+    ids = torch.tensor(qtool.load_tokenizer("demo")(text).input_ids)[:4096].view(16, 256)
+    probe, names = Probe(model, ids[:2].split(1)), ["mlp.gate_proj", "mlp.up_proj"]
+    formats = {f"model.layers.1.{name}": of for name in names}
+    lost = []
+    for options in (None, GptqOptions()):
+        each = {name: {of} for name in formats}
+        probe.rounded = rounded(model, [[*formats]], each, ids[2:].split(1), options)
+        lost.append(probe.divergence(formats))
+    assert lost[1] < 0.8 * lost[0]
 
 
 def test_its_gpu_is_the_current_one(
@@ -198,7 +287,8 @@ def test_the_command_prints_the_curve(make_model: MakeModel, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("calibration", "windows"), [(torch.arange(320).view(10, 32), 8), ([(IDS, 2), (IDS + 1, 1)], 3)]
+    ("calibration", "windows"),
+    [(torch.arange(1280).view(40, 32) % 256, 32), ([(IDS, 2), (IDS + 1, 1)], 3)],
 )
 def test_a_mix_has_its_own_numbers_of_windows(
     calibration: Any, windows: int, make_model: MakeModel, tmp_path: Path
