@@ -848,8 +848,10 @@ def test_what_transformers_cannot_load(make_model: MakeModel) -> None:
     content = json.loads(index.read_text())
     del content["metadata"]
     index.write_text(json.dumps(content))
-    with pytest.raises(QtoolError, match=r"cannot load it \(KeyError: 'metadata'\)"):
+    with pytest.raises(QtoolError, match=r'has no "metadata": add "metadata": \{\} to it'):
         qtool.load(model)
+    index.write_text(json.dumps(content | {"metadata": {}}))
+    qtool.load(index.parent)
 
 
 def test_loading_names_the_damaged_file(make_model: MakeModel) -> None:

@@ -17,7 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from qtool import plugins
 from qtool.errors import QtoolError, in_one_line
-from qtool.io.integrity import require_intact
+from qtool.io.integrity import INDEX, require_intact
 from qtool.io.model_directory import directory_of, require_tokenizer
 from qtool.io.source import Checkpoint, plain_config, read_config
 from qtool.io.source_names import as_on_disk
@@ -230,6 +230,8 @@ def _unloadable(path: str | Path, error: Exception) -> str:
     said = in_one_line(error)
     if isinstance(error, KeyError):  # which says the key alone
         said = f"KeyError: {said}"
+        if error.args == ("metadata",):
+            said = f'{INDEX} has no "metadata": add "metadata": {{}} to it'
     return f"{path}: transformers cannot load it ({said})"
 
 
