@@ -94,8 +94,8 @@ class ExportFormat(ABC):
         """A sentence for each reason why transformers does not load such linears."""
         return []
 
-    def loads_with(self, formats: Formats) -> str:
-        """What transformers must be told to load such linears; empty if nothing."""
+    def loads_with(self, config: Mapping[str, Any], formats: Formats) -> str:
+        """What transformers must be told to load such linears of a model; empty if nothing."""
         return ""
 
     def takes_gathered(self, found: LinearFormat) -> bool:

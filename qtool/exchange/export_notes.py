@@ -59,7 +59,7 @@ def export_notes(
             f"transformers does not load this export: it makes {own} of other tensors, and drops "
             f"those that are in 16 bits when it loads {target.name}"
         )
-    elif not refused and (told := target.loads_with(formats)):
+    elif not refused and (told := target.loads_with(config, formats)):
         notes.append(told)
     return notes + refused
 

@@ -61,6 +61,23 @@ def test_dense(
     assert torch.equal(found, logits(dequantized(load(ours))))
 
 
+@pytest.mark.parametrize("variant", ["falcon", "falcon-new"])
+def test_packed_linears_that_it_loads_dequantized_only(
+    variant: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    source = make_model(variant, dtype=torch.float16)
+    for scheme, told in (("w4a16", ["packed linears of falcon models"]), ("w8a8", [])):
+        ours = quantize(Checkpoint(source), recipe_of([rule(scheme)]), tmp_path / scheme)
+        done = export(ours, "compressed-tensors", tmp_path / f"{scheme}-out")
+        how = "transformers loads {} with CompressedTensorsConfig(dequantize=True) only"
+        assert done.notes == [how.format(what) for what in told]
+        if told:
+            with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+                client(done.directory, dequantize=False)
+        else:
+            client(done.directory, dequantize=False)
+
+
 @pytest.mark.parametrize("variant", EXPERTS)
 @pytest.mark.parametrize("size", [32, 128, "channel"])
 def test_experts(size: int | str, variant: str, make_model: MakeModel, tmp_path: Path) -> None:

@@ -59,6 +59,11 @@ ACTIVATIONS: dict[str, dict[str, Any] | None] = {
 }
 FP8_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 E4M3_MAX = 448.0
+#: models whose initialization in transformers reads weights, which packed linears lack
+INITIALIZED_BY_WEIGHT = {
+    *("falcon", "falcon_mamba", "gpt_bigcode", "mamba", "mamba2", "modernbert-decoder"),
+    *("nanochat", "recurrent_gemma", "rwkv", "xlstm"),
+}
 #: in the names of a mixture's routed experts
 EXPERT = r"\.experts\.\d+\."
 
@@ -122,21 +127,26 @@ class CompressedTensors(ExportFormat):
             if form in experts
         ]
 
-    def loads_with(self, formats: Formats) -> str:
-        told = "transformers loads zero points with CompressedTensorsConfig(dequantize=True) only"
-        return told if self.has_zero_points(formats) and self.alike(formats) else ""
+    def loads_with(self, config: Mapping[str, Any], formats: Formats) -> str:
+        if not self.alike(formats):
+            return ""
+        what = "zero points" if self.has_zero_points(formats) else ""
+        packed = any(self.of_scheme[one.scheme].format == PACKED for one in _quantized(formats))
+        if packed and config["model_type"] in INITIALIZED_BY_WEIGHT:
+            what = f"packed linears of {config['model_type']} models"
+        told = "with CompressedTensorsConfig(dequantize=True) only"
+        return f"transformers loads {what} {told}" if what else ""
 
     def has_zero_points(self, formats: Formats) -> bool:
         """Whether a linear is stored with zero points."""
-        found = filter(None, formats.values())
-        return any(self.of_scheme[one.scheme].form is asymmetric_4 for one in found)
+        return any(self.of_scheme[one.scheme].form is asymmetric_4 for one in _quantized(formats))
 
     def alike(self, formats: Formats) -> bool:
         """Whether one config group describes all linears.
 
         With ``dequantize=True``, transformers dequantizes all linears by the first group.
         """
-        groups = [self._group(found, []) for found in formats.values() if found]
+        groups = [self._group(found, []) for found in _quantized(formats)]
         return all(group == groups[0] for group in groups)
 
     def tensors(
@@ -216,6 +226,10 @@ class W4A8Fp8(CompressedTensors):
 
 def _e4m3(x: Tensor) -> Tensor:
     return x.to(torch.float8_e4m3fn).float()
+
+
+def _quantized(formats: Formats) -> list[LinearFormat]:
+    return [found for found in formats.values() if found]
 
 
 def _expert_kinds(formats: Formats) -> set[tuple[str, int | None] | None]:
