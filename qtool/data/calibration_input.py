@@ -136,10 +136,9 @@ def _data_set(given: Any) -> Documents:
             "calibration data: a data set with a column text or messages is expected, found "
             f"{found}"
         )
-    rows = given.select_columns(columns)
-    return _documents(
-        DATA_SET, [text_files.content_of(row, DATA_SET) if row[columns[0]] else "" for row in rows]
-    )
+    numbered = enumerate(given.select_columns(columns), 1)
+    rows = [text_files.content_of(row, f"{DATA_SET}, row {number}") for number, row in numbered]
+    return _documents(DATA_SET, rows)
 
 
 def _stack(rows: Sequence[Sequence[int]]) -> Tensor:

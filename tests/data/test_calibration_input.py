@@ -130,7 +130,7 @@ def test_chats_need_a_template(tokenizer: Any, monkeypatch: Any) -> None:
         documents(data_set, tokenizer)
     with pytest.raises(QtoolError, match='a list of messages with "role"'):
         documents(datasets.Dataset.from_dict({"messages": [[{"a": 1}]]}), tokenizer)
-    with pytest.raises(QtoolError, match='data set has "messages" of type str, expected a row'):
+    with pytest.raises(QtoolError, match='data set, row 1 has "messages" of type str, expected'):
         documents(datasets.Dataset.from_dict({"messages": ["hi"]}), tokenizer)
 
 
@@ -242,6 +242,11 @@ def test_chats_are_no_text_to_evaluate(tmp_path: Path) -> None:
         (torch.ones(4, dtype=torch.complex64), "torch.complex64 on cpu found"),
         ([{1: "a"}], "row 1 has the keys 1, expected a row"),
         ([[5]], r"shape \[1, 1\] .*at least 2 tokens"),
+        ([{"text": "a"}, {"text": None}], 'row 2 has "text" of type NoneType, expected'),
+        (
+            datasets.Dataset.from_dict({"text": ["a", "", None]}),
+            'data set, row 3 has "text" of type NoneType, expected',
+        ),
         (datasets.Dataset.from_dict({"body": ["a"]}), "found the columns body"),
         (
             datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(),
