@@ -68,6 +68,23 @@ def require_new(directory: Path) -> None:
             )
 
 
+def require_own(partial: Path, mark: Path) -> None:
+    """Refuse a ``partial`` that no run made: what lies there would become the result.
+
+    Args:
+        mark: what a run makes there first.
+
+    Raises:
+        QtoolError: it is a link, a mount point, or holds other files and no ``mark``.
+    """
+    others = partial.is_dir() and any(partial.iterdir()) and not mark.exists()
+    if partial.is_symlink() or partial.is_mount() or others:
+        raise QtoolError(
+            f"{partial} is not of an unfinished run, and the result would be made there; move "
+            "it or choose another --out"
+        )
+
+
 def lock(path: Path, directory: Path) -> IO[str]:
     """Lock ``path`` for a run that works on ``directory``, until the returned file is closed.
 
@@ -142,7 +159,7 @@ class Output:
         """Make or take over the directory, lock it and find its complete shards."""
         directory = self.directory
         require_new(directory)
-        self._require_own()
+        require_own(self.partial, self.run)
         if self.partial.exists() and not resume:
             self._remove_refused()
         self.made = [parent for parent in directory.parents if not parent.exists()]
@@ -160,16 +177,6 @@ class Output:
         for shard in range(1, self.shards + 1):
             if record := self._intact(self.path(shard), self._record_path(shard)):
                 self.records[shard] = record
-
-    def _require_own(self) -> None:
-        """Refuse an OUT.partial that no run made: what lies there would become the result."""
-        partial = self.partial
-        others = partial.is_dir() and any(partial.iterdir()) and not self.run.is_dir()
-        if partial.is_symlink() or partial.is_mount() or others:
-            raise QtoolError(
-                f"{partial} is not of an unfinished run, and the result would be made there; move "
-                "it or choose another --out"
-            )
 
     def _remove_refused(self) -> None:
         """Remove the files of a refused run; those of an unfinished run are kept."""

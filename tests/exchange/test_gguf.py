@@ -380,6 +380,7 @@ def test_its_output_is_as_new_as_that_of_other_formats(native: Native, tmp_path:
     full.mkdir()
     (full / "file").touch()
     link.symlink_to(tmp_path / "nowhere")
+    (tmp_path / "foreign.gguf.partial/folder").mkdir(parents=True)
     partial = tmp_path / "busy.gguf.partial"
     partial.mkdir()
     with lock(partial / LOCK, partial):
@@ -387,6 +388,7 @@ def test_its_output_is_as_new_as_that_of_other_formats(native: Native, tmp_path:
             (full, "full exists already"),
             (link, "link is a symbolic link"),
             (busy, "another run is working on .*busy.gguf.partial"),
+            (tmp_path / "foreign", "foreign.gguf.partial is not of an unfinished run"),
         ):
             with pytest.raises(QtoolError, match=said):
                 export(ours, "gguf", out)
@@ -396,6 +398,18 @@ def test_its_output_is_as_new_as_that_of_other_formats(native: Native, tmp_path:
     found = {path.name for path in export(ours, "gguf", busy).directory.iterdir()}
     new = {path.name for path in export(ours, "gguf", tmp_path / "new").directory.iterdir()}
     assert found == new and FILE in found and LOCK not in found and not partial.exists()
+    assert (tmp_path / "foreign.gguf.partial/folder").is_dir()
+
+
+def test_a_finished_export_is_not_done_again(native: Native, tmp_path: Path) -> None:
+    ours, out = native("w4a16", 32), tmp_path / "out"
+    first = export(ours, "gguf", out)
+    (out / LOCK).touch()  # as an export leaves it that is killed after the last rename
+    written = (out / FILE).stat().st_mtime_ns
+    assert export(ours, "gguf", out) == first
+    assert (out / FILE).stat().st_mtime_ns == written and not (out / LOCK).exists()
+    with pytest.raises(QtoolError, match="out exists already"):
+        export(native("w4a16", 64), "gguf", out)
 
 
 def test_the_file_is_on_the_disk_before_it_has_its_name(

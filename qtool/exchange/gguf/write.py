@@ -28,9 +28,9 @@ from qtool.exchange.gguf.architectures import (
     write_hyper_parameters,
 )
 from qtool.exchange.gguf.tokenizer import write_tokenizer
-from qtool.io.integrity import RECORD, hashes_to_check, require_file_intact
+from qtool.io.integrity import RECORD, hashes_to_check, read_record, require_file_intact
 from qtool.io.model_card import model_card
-from qtool.io.output import LOCK, lock, require_new
+from qtool.io.output import LOCK, lock, require_new, require_own
 from qtool.io.safetensors import copy, space_for, write_json, write_text
 from qtool.io.source import BASE_CARD, CARD
 from qtool.models import Family, family_of
@@ -63,6 +63,8 @@ def write_gguf(
 ) -> Json:
     """Write ``work``'s source into ``out``, as ``model.gguf`` with its model card and qtool.json.
 
+    A finished export is not done again.
+
     Args:
         formats: formats of the packed linears, by name.
         facts: content for qtool.json.
@@ -76,9 +78,13 @@ def write_gguf(
         CheckFailed: a damaged source, or a scale that float16 does not hold.
     """
     package, begun = require_gguf(), work.source.fingerprint()
+    if (made := read_record(out)).get("job") == work.identity:
+        (out / LOCK).unlink(missing_ok=True)  # killed after the directory took its name
+        return dict(made["blocks"][0])
     require_new(out)
     # not OUT.partial, which a killed run may have left and would continue from
     partial = out.with_name(f"{out.name}.gguf.partial")
+    require_own(partial, partial / LOCK)
     partial.mkdir(parents=True, exist_ok=True)
     with lock(partial / LOCK, partial):
         for left in partial.iterdir():
@@ -93,13 +99,13 @@ def write_gguf(
             for name, file in work.source.side_files().items():
                 if name == BASE_CARD or name.startswith(("LICEN", "NOTICE", "USE_POLICY")):
                     copy(file, partial / name)
-            provenance = facts | {"blocks": [notes]}
+            provenance = facts | {"blocks": [notes], "job": work.identity}
             write_text(partial / CARD, model_card(provenance, partial / BASE_CARD))
             write_json(partial / RECORD, provenance)
-            (partial / LOCK).unlink()
             partial.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+    (out / LOCK).unlink(missing_ok=True)  # the same export, begun again, removes it too
     return notes
 
 
