@@ -15,6 +15,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, _interrupt)
         _open_closed_streams()
         _require_working_directory()
+        _require_docstrings()
         if "OMP_WAIT_POLICY" not in os.environ:
             # torch's threads wait awake for moments only: beside other work on the same cores they
             # would wait for each other longer than they compute
@@ -49,6 +50,17 @@ def _require_working_directory() -> None:
         os.getcwd()
     except FileNotFoundError:
         print("qtool: the working directory is gone: change to another one", file=sys.stderr)
+        sys.exit(2)
+
+
+def _require_docstrings() -> None:
+    """Exit with code 2 if Python removes them: transformers reads those of its models."""
+    if sys.flags.optimize > 1:
+        print(
+            "qtool: Python runs with -OO (PYTHONOPTIMIZE=2), which removes the docstrings that "
+            "transformers reads: run it without, or with -O",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 

@@ -334,6 +334,13 @@ def test_a_working_directory_that_was_removed_is_called_so(tmp_path: Path) -> No
     assert (ended.returncode, ended.stderr) == (2, said)
 
 
+def test_a_python_without_docstrings_is_refused() -> None:
+    """transformers would end with an error that blames the model."""
+    command = [sys.executable, "-OO", "-m", "qtool", "plan", "demo"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.startswith("qtool: Python runs with -OO")
+
+
 #: the command line in a process that goes on, and whether a bar of tqdm would then be shown
 AFTER_A_COMMAND = """
 import sys
