@@ -243,3 +243,15 @@ def test_refuses_in_one_sentence() -> None:
         gather_expert_rows(torch.zeros(2, 16), ids[0], ids[0], "none")
     with pytest.raises(QtoolError, match="unknown fusion 'rms-norm'"):
         quantize_expert_rows(torch.zeros(2, 16), None, ids[0], "rms-norm")
+
+
+def test_refuses_numbers_in_place_of_tensors() -> None:
+    ids = torch.zeros(2, 2, dtype=torch.int32)
+    rows = dict(x=torch.zeros(2, 16), place=ids, expert_offsets=ids[0], fusion="none")
+    calls = [grouped(scheme, group, [3, 2]) for scheme, group in SCHEMES]
+    for op, call in (*calls, (quantize_expert_rows, rows), (gather_expert_rows, rows)):
+        op(**call)
+        for name, value in call.items():
+            if isinstance(value, Tensor):
+                with pytest.raises(QtoolError, match=rf"^{op._schema.name[7:]}: "):
+                    op(**call | {name: value.flatten()[0]})

@@ -258,6 +258,13 @@ def test_gathering_refuses_numbers_below_0(negative: str) -> None:
         kv_gather(**gather | {negative: -1})
 
 
+def test_gathering_refuses_numbers_in_place_of_tensors() -> None:
+    gather = gathered(Filled("kv4").fill(), 0, False)[2]
+    for name in (name for name, value in gather.items() if isinstance(value, Tensor)):
+        with pytest.raises(QtoolError, match=r"^kv_gather: "):
+            kv_gather(**gather | {name: gather[name].flatten()[0]})
+
+
 def test_a_long_sequence_among_short_ones_is_split() -> None:
     for bits, group in product((4, 8), (1, 8, 16)):
         plan = Plan.of(bits, 128, group)

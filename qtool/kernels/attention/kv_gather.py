@@ -87,9 +87,9 @@ class KvGather(NamedTuple):
             )
         if self.threads >= 1 << 31:
             raise QtoolError(f"{OP}: {self.total} tokens of {heads} heads are too many for a call")
-        batch = self.cached.shape[0]
+        batch = self.cached.shape[:1].numel()
         require_table(OP, self.table, batch, device)
-        room = (max(self.total, self.keys.shape[0]), heads, dim)
+        room = (max(self.total, self.keys.shape[:1].numel()), heads, dim)
         int32, constant = (torch.int32,), (heads, dim) if self.cache.bits == 4 else None
         expected: dict[str, Expected] = {
             "starts": (self.starts, (batch + 1,), int32),

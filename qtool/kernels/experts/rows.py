@@ -41,7 +41,7 @@ class ExpertRows(NamedTuple):
     @property
     def top(self) -> int:
         """Choices of a token."""
-        return 1 if self.place is None else self.place.shape[-1]
+        return 1 if self.place is None else self.place.shape[-1:].numel()
 
     def require_rows(self, op: str) -> None:
         """Refuse arguments that neither operator takes, by a QtoolError that begins with ``op``."""

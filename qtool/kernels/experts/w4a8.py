@@ -1,6 +1,7 @@
 """``qtool::w4a8_experts_gemm``: :func:`w4a8_gemm` for each expert's tokens, in one launch."""
 
 from collections.abc import Iterator
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,7 @@ class W4A8ExpertsGemm(NamedTuple):
     def stacks(self) -> tuple[Tensor | None, ...]:
         return self.qweight, self.s1, self.s2, self.offset, self.zero
 
-    def dense(self, rows: slice, stacks: tuple[Tensor | None, ...]) -> W4A8Gemm:
+    def dense(self, rows: slice | EllipsisType, stacks: tuple[Tensor | None, ...]) -> W4A8Gemm:
         """The product of some rows and one weight."""
         qweight, s1, s2, offset, zero = stacks
         assert qweight is not None and s1 is not None
@@ -74,7 +75,7 @@ class W4A8ExpertsGemm(NamedTuple):
     def require(self) -> None:
         op, offsets = "w4a8_experts_gemm", self.expert_offsets
         flat = require_experts(op, self.x, offsets, self.stacks)
-        self.dense(slice(None), flat).require(op)
+        self.dense(..., flat).require(op)
 
     def empty(self) -> Tensor:
         n = self.qweight.shape[1] * 64

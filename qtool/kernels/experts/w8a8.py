@@ -1,6 +1,7 @@
 """``qtool::w8a8_experts_gemm``: :func:`w8a8_gemm` for each expert's tokens, in one launch."""
 
 from collections.abc import Iterator
+from types import EllipsisType
 from typing import NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ class W8A8ExpertsGemm(NamedTuple):
     def stacks(self) -> tuple[Tensor | None, ...]:
         return self.weight, self.scale
 
-    def dense(self, rows: slice, stacks: tuple[Tensor | None, ...]) -> W8A8Gemm:
+    def dense(self, rows: slice | EllipsisType, stacks: tuple[Tensor | None, ...]) -> W8A8Gemm:
         """The product of some rows and one weight."""
         weight, scale = stacks
         assert weight is not None and scale is not None
@@ -58,7 +59,7 @@ class W8A8ExpertsGemm(NamedTuple):
 
     def require(self) -> None:
         op, offsets = "w8a8_experts_gemm", self.expert_offsets
-        self.dense(slice(None), require_experts(op, self.x, offsets, self.stacks)).require(op)
+        self.dense(..., require_experts(op, self.x, offsets, self.stacks)).require(op)
 
     def empty(self) -> Tensor:
         return self.x.new_empty((self.x.shape[0], self.weight.shape[1]), dtype=self.out_dtype)
