@@ -1149,14 +1149,20 @@ class Float8Scales(Marlin):
 
     name = "float8-scales"
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.scale_dtype = torch.float8_e5m2
+
     def fit_range(self, *given: Any, **clips: Any) -> dict[str, torch.Tensor]:
-        scale = super().fit_range(*given, **clips)["scale"]
+        scale = Marlin(self.group_size).fit_range(*given, **clips)["scale"]
         return {"scale": scale.clamp(2.0**-16, 2.0**15).to(torch.float8_e5m2)}
 
 
 def test_parameters_may_be_stored_in_float8(make_model: MakeModel, tmp_path: Path) -> None:
     qtool.register_scheme(Float8Scales)
     out = qtool.quantize(make_model(), "float8-scales", recipe="fast", out=tmp_path / "out")
+    config = json.loads((out.directory / "config.json").read_text())
+    assert config["quantization_config"]["rules"][0]["scale_dtype"] == "float8_e5m2"
     rows = qtool.verify(out)
     assert not [row for row in rows if row.problem]
     inherited = "float8-scales reference, int4 weights, 16-bit activations, float32 sums"

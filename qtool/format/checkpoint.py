@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from qtool import plugins
 from qtool.errors import QtoolError
 from qtool.format.linear import LinearFormat
 from qtool.layouts import LAYOUTS
 from qtool.models import family_of
-from qtool.models.architecture import DTYPES
 from qtool.models.family_checks import require_sizes
 from qtool.models.unsupported import is_built_in
 from qtool.schemes import SCHEMES
@@ -222,7 +223,8 @@ def _rule(rule: dict[str, Any], made_with: str) -> Rule:
         return Rule(match, None)
     linear_format = LinearFormat(**rule)
     _typed("group_size", linear_format.group_size, int | None)
-    if str(linear_format.scale_dtype) not in DTYPES:
+    scale_dtype = getattr(torch, str(linear_format.scale_dtype), None)
+    if not isinstance(scale_dtype, torch.dtype) or not scale_dtype.is_floating_point:
         raise ValueError(f"scale_dtype {linear_format.scale_dtype!r}")
     _require_registered(SCHEMES, linear_format.scheme, "scheme", made_with)
     _require_registered(LAYOUTS, linear_format.layout, "layout", made_with)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from qtool import plugins, recipes
+from qtool import plugins, recipes, schemes
 from qtool.calibration import ROUNDINGS, TRANSFORMS
 from qtool.calibration.method import Method, Rounding, Transform, check_order
 from qtool.calibration.options import check_options
@@ -357,9 +357,8 @@ def _linear_format(rule: LayerRule, dtype: torch.dtype) -> LinearFormat | None:
             for of in recipes.load(rule.scheme).layers
         )
         raise QtoolError(f"a layer rule has {rule.scheme}, a recipe, for its scheme: say {meant}")
-    scale_dtype = dtype_name(dtype)
     try:
-        bits = LinearFormat(rule.scheme, rule.group_size, "", scale_dtype).scheme_object.code_bits
+        scheme = schemes.get(rule.scheme, rule.group_size, dtype)
     except QtoolError as error:
         sentence = f"layer rule ({rule}): {error}"
         if rule.group_size is None and rule.scheme in SCHEMES:
@@ -368,14 +367,13 @@ def _linear_format(rule: LayerRule, dtype: torch.dtype) -> LinearFormat | None:
                 f"; without group_size a rule has the whole channel: write group_size: {size}"
             )
         raise QtoolError(sentence) from error
-    if rule.layout is None and bits not in BY_BITS:
+    if rule.layout is None and (bits := scheme.code_bits) not in BY_BITS:
         raise QtoolError(
             f"a layer rule has {rule.scheme}, whose {bits}-bit codes no row-major layout holds, and"
             " no layout: say one that does"
         )
-    return LinearFormat(
-        rule.scheme, rule.group_size, rule.layout or BY_BITS[bits].name, scale_dtype
-    )
+    layout = rule.layout or BY_BITS[scheme.code_bits].name
+    return LinearFormat(rule.scheme, rule.group_size, layout, dtype_name(scheme.scale_dtype))
 
 
 def _require_transforms(what: str, names: Iterable[str]) -> None:
