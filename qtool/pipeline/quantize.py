@@ -281,7 +281,11 @@ def _identity(
     return {
         "source model": source.fingerprint(),
         # a refusal names the first difference: first what a user gives, then what follows from it
-        "recipe": {"scheme": job.format.scheme}
+        "recipe": {
+            "scheme": job.format.scheme,
+            "variant": job.recipe.variant,
+            "kv": job.format.kv,
+        }
         | _methods(job)
         | job.format.to_dict()
         | _stored(job),

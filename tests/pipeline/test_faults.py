@@ -338,6 +338,8 @@ def test_a_changed_recipe_is_refused_and_the_difference_named(source: Path, tmp_
     changed = RECIPE | {"transforms": [{"smooth": {"steps": 2}}]}
     with pytest.raises(QtoolError, match=r"another recipe \(methods\[0\].smooth.steps: 1, now 2\)"):
         run(source, tmp_path / "out", changed, resume=True)
+    with pytest.raises(QtoolError, match=r'another recipe \(kv: null, now "kv4"\)'):
+        run(source, tmp_path / "out", changed | {"kv": "kv4"}, resume=True)
 
 
 @pytest.mark.usefixtures("partial")
