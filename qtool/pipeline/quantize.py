@@ -121,6 +121,8 @@ def quantize(
             drawn = _prepare(output, specs, side_files, job, calibration)
             record.write()
             tokens = drawn.tokens if job.needs_data else ()
+            if said := _too_few(job, sum(ids.numel() for ids in tokens)):
+                ranks.log(said)
             shards = Shards(source, job, specs, output, where, record, phases, progress)
             shards.make(tokens, activations)
             source.require_unchanged(output.identity["source model"])
@@ -149,6 +151,27 @@ def _prepare(
     except Interrupted:
         output.discard_empty()
         raise
+
+
+def _too_few(job: Job, tokens: int) -> str:
+    """What is said of a linear with more input channels than calibration ``tokens``; else empty.
+
+    The Hessian of its inputs lacks rank: errors in directions that no token has cost nothing.
+    """
+    widths = [
+        (shapes[name][1], job.full(block, name))
+        for block in job.distinct_blocks
+        for shapes in [job.linears(block)]
+        for name in job.formats(block)
+    ]
+    channels, name = max(widths, default=(0, ""))
+    if not job.rounding.needs_data or tokens >= channels:
+        return ""
+    return (
+        f"{tokens} calibration tokens are fewer than the {channels} input channels of {name}: "
+        f"{job.rounding.name} fits weights to these tokens alone, and may lose more than the "
+        "recipe fast; take more or longer windows"
+    )
 
 
 def require_made(directory: Path, job: Job) -> None:

@@ -330,6 +330,32 @@ def test_what_is_clipped_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert asked("paper", seqlen=4096).seqlen == 512  # the demo's context
 
 
+@pytest.mark.parametrize(
+    ("recipe", "kv", "seqlen", "said"),
+    [
+        ("paper", None, 63, 1),
+        ("paper", None, 64, 0),  # the Hessian of the widest inputs can have full rank
+        ("fast", "kv8", 63, 0),
+    ],
+)
+def test_fewer_tokens_than_input_channels_are_said_once(
+    recipe: str,
+    kv: str | None,
+    seqlen: int,
+    said: int,
+    make_model: MakeModel,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = make_model(intermediate_size=384)
+    ids = torch.arange(6 * seqlen).reshape(6, seqlen) % 320
+    qtool.quantize(source, "w4a16", recipe=recipe, kv=kv, calibration=ids, out=tmp_path / "out")
+    found = [line for line in caplog.messages if "tokens are fewer than" in line]
+    assert len(found) == said
+    for line in found:
+        assert line.startswith("378 calibration tokens are fewer than the 384 input channels of ")
+
+
 def test_the_model_that_wrote_is_gone_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[weakref.ref[Any]] = []
 
