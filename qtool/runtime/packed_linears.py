@@ -9,6 +9,10 @@ from qtool.format import CheckpointFormat, LinearFormat
 from qtool.models import Family, Heads, family_of
 from qtool.models.joined import joined_in_block
 
+#: models whose rows of q, k and v vLLM reorders by head when it loads them, and whether it takes
+#: the first dimension of every stored tensor for the rows
+REORDERED = {"bloom": True, "falcon": False, "gpt_neox": True}
+
 
 class PackedLinears:
     """The linears of a model that its ``quantization_config`` stores packed.
@@ -92,7 +96,8 @@ class PackedLinears:
         """Refuse linears that engines run as one and that are not stored alike.
 
         Raises:
-            QtoolError: as an engine would, for the first layer that it joins or has in 16 bits.
+            QtoolError: as an engine would, for the first layer that it joins, reorders by head or
+                has in 16 bits.
         """
         self.refuse_mamba_1()
         for block in range(self.settings.num_hidden_layers):
@@ -102,6 +107,9 @@ class PackedLinears:
                 names = [prefix + part for part in parts]
                 if self.joined(prefix + module, names):
                     self.permuted(prefix + module, names)
+            if self.settings.model_type in REORDERED:
+                for linear in family.fused:
+                    self.require_heads(prefix + linear)
             gate_up, down = list[str](), list[str]()
             for group in family.groups:
                 if group.routed:
@@ -109,6 +117,27 @@ class PackedLinears:
                     stack += [prefix + linear for linear in group.linears]
             if gate_up and down:
                 self.experts(down[0].rsplit(".", 2)[0], gate_up, down)
+
+    def require_heads(self, name: str) -> None:
+        """Refuse the linear ``name`` if its rows lie by head and cannot be reordered as stored.
+
+        Raises:
+            QtoolError: naming it and its layout.
+        """
+        block, within = self.family.place(name)
+        family, found = self._block(block or 0), self.of(name)
+        if found is None or not family.fused_by_head or within not in family.fused:
+            return
+        n, k = self.shape(name)
+        here, taller = found.tensors(n, k), found.tensors(2 * n, k)
+        by_row = all(len(taller[part]) != len(tensor) for part, tensor in here.items())
+        head, first = Heads.of(self.settings).dim, REORDERED.get(self.settings.model_type)
+        if head % found.layout_object.tile[0] or (first and not by_row):
+            raise QtoolError(
+                f"{name}: the engine reorders its rows head by head, {head} of them, which layout "
+                f"{found.layout} does not allow; quantize it in another layout, or leave it in 16 "
+                "bits"
+            )
 
     def refuse_mamba_1(self) -> None:
         """Refuse packed linears in mixers of Mamba 1, which vLLM has in 16 bits alone.

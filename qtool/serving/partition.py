@@ -92,28 +92,6 @@ def require_shares(
         )
 
 
-def require_heads(
-    name: str, linear_format: LinearFormat, head: int, size: tuple[int, int], *, first: bool
-) -> None:
-    """Refuse a linear ``size`` = ``[n, k]`` whose stored rows an engine cannot reorder by head.
-
-    Args:
-        head: rows of a head.
-        first: the engine takes the first dimension of every stored tensor for the rows.
-
-    Raises:
-        QtoolError: naming the layer; one sentence.
-    """
-    tile = linear_format.layout_object.tile[0]
-    by_row = all(axis.output == 0 for axis in axes(linear_format, *size).values())
-    if head % tile or (first and not by_row):
-        raise QtoolError(
-            f"{name}: the engine reorders its rows head by head, {head} of them, which layout "
-            f"{linear_format.layout} does not allow; quantize it in another layout, or leave it "
-            "in 16 bits"
-        )
-
-
 @cache
 @torch.no_grad()
 def cuts_inputs(linear_format: LinearFormat, k: int, ranks: int) -> bool:

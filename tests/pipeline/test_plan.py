@@ -887,11 +887,20 @@ def test_the_bytes_of_a_linear_are_those_of_its_tensors(make_model: MakeModel) -
         assert own and linear.nbytes == sum(t.numel() * t.dtype.itemsize for t in own)
 
 
-@pytest.mark.parametrize(("scheme", "served"), [("w4a4-mix", False), ("w8a8", True)])
+@pytest.mark.parametrize(
+    ("variant", "heads", "scheme", "served"),
+    [
+        ("llama", 4, "w4a4-mix", False),
+        ("llama", 4, "w8a8", True),
+        ("falcon", 8, "w4a8-lqq", False),  # heads of 32 rows do not fill tiles of 64
+        ("falcon", 4, "w4a8-lqq", True),
+        ("falcon", 8, "w8a8", True),
+    ],
+)
 def test_a_plan_says_with_the_cards_words_what_vllm_does_not_serve(
-    scheme: str, served: bool, make_model: MakeModel, tmp_path: Path
+    variant: str, heads: int, scheme: str, served: bool, make_model: MakeModel, tmp_path: Path
 ) -> None:
-    model = make_model(hidden_size=256, head_dim=64)
+    model = make_model(variant, hidden_size=256, num_attention_heads=heads)
     planned = qtool.plan(model, scheme)
     said = [line for line in as_text(planned).splitlines() if "vLLM cannot serve it: " in line]
     native = qtool.quantize(model, scheme, out=tmp_path / "native").directory

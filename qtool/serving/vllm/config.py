@@ -25,13 +25,11 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from qtool import __version__
 from qtool.errors import QtoolError
-from qtool.format import QUANT_METHOD, CheckpointFormat, LinearFormat
+from qtool.format import QUANT_METHOD, CheckpointFormat
 from qtool.io.integrity import INDEX, read_record, recorded_transforms
 from qtool.io.source import SINGLE, Checkpoint, read_config
-from qtool.models import Heads
 from qtool.models.joined import JOINED
 from qtool.runtime.packed_linears import PackedLinears
-from qtool.serving.partition import require_heads
 from qtool.serving.stored import require_stored
 from qtool.serving.vllm import fusion
 from qtool.serving.vllm.kv import KVMethod, cache_tensors, choose_cache
@@ -42,8 +40,6 @@ logger = init_logger(__name__)
 
 #: what vLLM puts before the names of a draft model's layers
 DRAFT = "draft_model."
-#: models whose loaders take the first dimension of every tensor of q, k and v for its rows
-FIRST = ("bloom", "gpt_neox")
 
 
 class QtoolConfig(QuantizationConfig):
@@ -200,7 +196,7 @@ class QtoolConfig(QuantizationConfig):
         if type(layer) is ColumnParallelLinear and prefix.endswith(".mixer.in_proj"):
             self._require_one_rank(prefix)
         if isinstance(layer, QKVParallelLinear):
-            self._require_heads(names[0], linear_format)
+            self.packed_linears.require_heads(names[0])
         permuted = self.packed_linears.permuted(prefix, names)
         return QtoolLinearMethod(prefix, linear_format, names, permuted)
 
@@ -218,14 +214,6 @@ class QtoolConfig(QuantizationConfig):
                 f"{prefix}: {ranks} ranks would share a group, and vLLM copies groups of 16-bit "
                 "weights only; use a tensor-parallel size that divides the number of groups"
             )
-
-    def _require_heads(self, name: str, linear_format: LinearFormat) -> None:
-        """Refuse rows of q, k and v that lie by head and that vLLM's loader cannot reorder."""
-        linears = self.packed_linears
-        family, settings = linears.family, linears.settings
-        if family.fused_by_head and family.place(name)[1] in family.fused:
-            head, first = Heads.of(settings).dim, settings.model_type in FIRST
-            require_heads(name, linear_format, head, linears.shape(name), first=first)
 
     def _ask(self, names: list[str]) -> list[str]:
         """The checkpoint's names of vLLM's ``names``."""
