@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from qtool.errors import QtoolError
@@ -12,6 +13,10 @@ from qtool.models.joined import joined_in_block
 #: models whose rows of q, k and v vLLM reorders by head when it loads them, and whether it takes
 #: the first dimension of every stored tensor for the rows
 REORDERED = {"bloom": True, "falcon": False, "gpt_neox": True}
+#: models whose router weighs the inputs of experts
+WEIGHS_INPUTS = ("llama4", "llama4_text")
+#: SiLU in a config.json, which may name no activation
+SILU = ("silu", "swish", None)
 
 
 class PackedLinears:
@@ -110,13 +115,21 @@ class PackedLinears:
             if self.settings.model_type in REORDERED:
                 for linear in family.fused:
                     self.require_heads(prefix + linear)
-            gate_up, down = list[str](), list[str]()
-            for group in family.groups:
-                if group.routed:
-                    stack = down if group.writes_residual else gate_up
-                    stack += [prefix + linear for linear in group.linears]
-            if gate_up and down:
-                self.experts(down[0].rsplit(".", 2)[0], gate_up, down)
+            self._require_experts(prefix, family)
+
+    def _require_experts(self, prefix: str, block: Family) -> None:
+        """Refuse packed experts of a block that no engine computes or stacks."""
+        experts, gate_up, down = self.family.experts, list[str](), list[str]()
+        for linear in chain(*(group.linears for group in block.groups if group.routed)):
+            stack = down if experts and linear.endswith(f".{experts.down}") else gate_up
+            stack.append(prefix + linear)
+        if not (experts and gate_up and down):
+            return
+        layer, settings = down[0].rsplit(".", 2)[0], self.settings
+        if self.experts(layer, gate_up, down):
+            common = experts.gate is not None and settings.model_type not in WEIGHS_INPUTS
+            common &= getattr(settings, "hidden_act", None) in SILU
+            require_computed(layer, getattr(settings, "swiglu_limit", None), common=common)
 
     def require_heads(self, name: str) -> None:
         """Refuse the linear ``name`` if its rows lie by head and cannot be reordered as stored.
@@ -209,6 +222,26 @@ class PackedLinears:
         each: dict[Family, dict[str, None]] = {}  # equal blocks share one object
         blocks = [self._block(block) for block in range(self.settings.num_hidden_layers)]
         return [each.setdefault(block, dict.fromkeys(block.linears())) for block in blocks]
+
+
+def require_computed(layer: str, limit: float | None, *, common: bool) -> None:
+    """Refuse packed experts that engines do not compute.
+
+    Args:
+        limit: the value at which gate and up are clamped; None if they are not.
+        common: the experts are ``SiLU(gate) * up``, and their outputs are weighted.
+
+    Raises:
+        QtoolError: naming the layer of experts.
+    """
+    if not common:
+        raise QtoolError(
+            f"{layer}: only experts that are SiLU(gate) * up, weighted at their outputs, are served"
+        )
+    if limit is not None:
+        raise QtoolError(
+            f"{layer}: experts whose gate and up are clamped, at {limit}, are not served"
+        )
 
 
 def _words(linear_format: LinearFormat | None) -> str:

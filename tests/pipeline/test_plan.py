@@ -3,6 +3,7 @@ models too.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -907,6 +908,32 @@ def test_a_plan_says_with_the_cards_words_what_vllm_does_not_serve(
     card = (native / "README.md").read_text().splitlines()
     assert [line.removesuffix(".") for line in card if "vLLM cannot serve it: " in line] == said
     assert (as_dict(planned)["not_served"] is None) == (not said) == served
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_act": "gelu"}, r"layers\.0\.\S*experts: only experts that are SiLU"),
+        ({"swiglu_limit": 7.0}, r"gate and up are clamped, at 7\.0, are not served"),
+        ({}, None),
+    ],
+)
+def test_a_plan_says_that_vllm_computes_no_such_experts(
+    change: dict[str, Any], said: str | None, make_model: MakeModel
+) -> None:
+    found = as_dict(qtool.plan(make_model("mixtral", **change), "w8a8"))["not_served"]
+    assert re.search(said, found) if said else found is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("llama4_text", "weighted at their outputs"), ("nemotron_h", "SiLU"), ("deepseek_v4", "10.0")],
+)
+def test_a_plan_says_that_vllm_computes_no_experts_of_a_family(
+    kind: str, said: str, tmp_path: Path
+) -> None:
+    planned = qtool.plan(save_tiny(kind, tmp_path / "source"), "w8a8")
+    assert said in as_dict(planned)["not_served"]
 
 
 def test_a_text_needs_a_tokenizer_in_a_plan_as_in_a_run(make_model: MakeModel) -> None:

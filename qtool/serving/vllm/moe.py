@@ -26,6 +26,7 @@ from qtool.io.finite import require_finite
 from qtool.kernels.experts.route import MOST_EXPERTS
 from qtool.runtime.dispatch import Call, Kernel
 from qtool.runtime.experts import ExpertStack, grouped_experts
+from qtool.runtime.packed_linears import require_computed
 from qtool.serving.kernel import Gemm, compile_kernels, serving_kernel
 from qtool.serving.partition import Axes, axes, require_shares
 
@@ -55,15 +56,8 @@ class QtoolExpertsMethod(FusedMoEMethodBase):
         names: dict[str, list[str]],
     ) -> None:
         super().__init__(layer.moe_config)
-        if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input:
-            raise QtoolError(
-                f"{name}: only experts that are SiLU(gate) * up, weighted at their outputs, are "
-                "served"
-            )
-        if (limit := self.moe.swiglu_limit) is not None:
-            raise QtoolError(
-                f"{name}: experts whose gate and up are clamped, at {limit}, are not served"
-            )
+        common = layer.activation == MoEActivation.SILU and not layer.apply_router_weight_on_input
+        require_computed(name, self.moe.swiglu_limit, common=common)
         lora = get_current_vllm_config().lora_config
         if lora and (lora.target_modules is None or name.split(".")[-1] in lora.target_modules):
             raise QtoolError(
