@@ -343,8 +343,8 @@ def verify(
         progress: called after each linear with ``(done, total, notes)``.
 
     Returns:
-        One outcome per linear, and one per damaged file; ``problem`` is empty if all is well. If a
-        shard is missing or cannot be read, no linear is checked.
+        One outcome per linear, and one per damaged file; ``problem`` is empty if all is well. If
+        the index or a shard is missing or cannot be read, no linear is checked.
 
     Raises:
         QtoolError: not a native checkpoint, or an engine that is not installed.

@@ -116,13 +116,18 @@ def damaged_shards(directory: Path) -> Iterator[tuple[str, str]]:
     if not recorded:
         yield RECORD, UNREADABLE
         return
-    with ThreadPoolExecutor(min(len(recorded), os.cpu_count() or 1)) as pool:
-        found = pool.map(sha256_of, (directory / Path(shard).name for shard in recorded))
-        for (shard, expected), digest in zip(recorded.items(), found, strict=True):
+    yield from _changed(directory, recorded)
+
+
+def _changed(directory: Path, recorded: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """``(file, problem)`` for each file whose sha256 is not the ``recorded`` one, in order."""
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        found = pool.map(sha256_of, (directory / Path(name).name for name in recorded))
+        for (name, expected), digest in zip(recorded.items(), found, strict=True):
             if digest is None:
-                yield shard, "the file is missing"
+                yield name, "the file is missing"
             elif digest != expected:
-                yield shard, CHANGED
+                yield name, CHANGED
 
 
 def hashes_beside_shards(directory: Path) -> dict[str, Any]:
@@ -140,9 +145,7 @@ def changed_beside_shards(directory: Path) -> Iterator[tuple[str, str]]:
     """
     recorded = read_record(directory)
     hashes = {name: recorded[name] for name in (CONFIG, INDEX) if name in recorded}
-    for name, digest in (hashes | recorded.get("tokenizer", {})).items():
-        if sha256_of(directory / Path(name).name) != digest:
-            yield name, CHANGED
+    yield from _changed(directory, hashes | recorded.get("tokenizer", {}))
 
 
 def sha256_of(path: Path) -> str | None:

@@ -54,8 +54,8 @@ def verify(
 ) -> Iterator[Verified]:
     """Check config.json, index, tokenizer, shards and packed linears of a native checkpoint.
 
-    A checkpoint in which nothing is quantized is a problem too. If a shard is missing or cannot be
-    read, only shards are checked.
+    A checkpoint in which nothing is quantized is a problem too. If the index or a shard is missing
+    or cannot be read, only files are checked.
 
     Args:
         progress: called after each linear with (done, total, notes).
@@ -64,17 +64,16 @@ def verify(
         QtoolError: ``directory`` is no native checkpoint, or the device does not exist.
     """
     where = require_device(device)
+    changed = [*changed_beside_shards(directory), *damaged_shards(directory)]
     try:
         checkpoint = Checkpoint(directory)
     except QtoolError:
-        damaged = list(damaged_shards(directory)) if recorded_hashes(directory) else []
-        if not damaged:
+        if not (changed and recorded_hashes(directory)):
             raise
-        yield from (Verified(shard, problem) for shard, problem in damaged)
+        yield from (Verified(file, problem) for file, problem in changed)
         return
     checkpoint_format = native_format(checkpoint.config)
-    yield from (Verified(file, problem) for file, problem in changed_beside_shards(directory))
-    yield from (Verified(shard, problem) for shard, problem in damaged_shards(directory))
+    yield from (Verified(file, problem) for file, problem in changed)
     yield from _kv_scales(checkpoint, checkpoint_format.kv)
     stored = packed_names(checkpoint)
     family = family_of(checkpoint.config)

@@ -85,6 +85,19 @@ def test_a_config_or_an_index_that_was_edited(
     assert not [row for row in verify(native) if row.problem]
 
 
+@pytest.mark.parametrize("missing", [INDEX, "model-00002*"])
+def test_every_file_that_was_edited_beside_one_without_which_no_weight_is_read(
+    missing: str, make_model: MakeModel, tmp_path: Path
+) -> None:
+    native = quantize(Checkpoint(make_model()), recipes.load("w4a8-lqq"), tmp_path / "native")
+    (lost,) = native.glob(missing)
+    lost.unlink()
+    (native / "config.json").write_text((native / "config.json").read_text() + " ")
+    bad = {row.name: row.problem for row in verify(native)}
+    assert bad.keys() == {lost.name, "config.json"}
+    assert bad[lost.name] == "the file is missing"
+
+
 def test_a_tokenizer_that_was_edited(make_model: MakeModel, tmp_path: Path) -> None:
     """Its other files, which decide no token ids, may be."""
     source, decides = make_model(), {"tokenizer.json", "spiece.model", "vocab.json"}
@@ -95,7 +108,9 @@ def test_a_tokenizer_that_was_edited(make_model: MakeModel, tmp_path: Path) -> N
     (native / "spiece.model").unlink()
     for name in decides - {"spiece.model"} | may:
         (native / name).write_text("{ }")
-    assert {row.name for row in verify(native) if row.problem} == decides
+    bad = {row.name: row.problem for row in verify(native) if row.problem}
+    assert bad.keys() == decides
+    assert bad["spiece.model"] == "the file is missing"
 
 
 @pytest.mark.parametrize(
