@@ -86,7 +86,8 @@ class RecipeOverrides:
         if reason:
             chosen = replace(chosen, reason=reason)
         if layout is not None:
-            chosen = chosen.with_layout(layout, scheme)
+            assert scheme is not None
+            chosen = chosen.with_layout_of(scheme, layout)
         chosen = self._applied(chosen)
         if chosen.kv is not None:
             require_kv(chosen.kv)

@@ -67,6 +67,7 @@ class Recipe:
         variant: ``fast``, ``paper`` or ``best`` for a built-in recipe; ``custom`` for a file.
         departures: points where the recipe differs from the paper.
         reason: why ``--target`` chose this recipe; empty if the user chose it.
+        layout_is_named: whether ``--layout`` names the layers' layout, which no model changes then.
         adaptations: a sentence for each change made to fit the model, with its reason, and one on
             linears that no rule matches.
     """
@@ -82,6 +83,7 @@ class Recipe:
     variant: str = "custom"
     departures: tuple[Departure, ...] = ()
     reason: str = ""
+    layout_is_named: bool = False
     adaptations: tuple[str, ...] = ()
 
     @property
@@ -101,8 +103,12 @@ class Recipe:
         """The recipe with all quantized layers at ``group_size`` (None: the whole channel)."""
         return self._with_rules(group_size=group_size)
 
-    def with_layout(self, layout: str, scheme: str | None = None) -> "Recipe":
-        """The recipe with all quantized layers, or those of ``scheme``, in ``layout``."""
+    def with_layout(self, layout: str) -> "Recipe":
+        """The recipe with all quantized layers in ``layout``, whether or not it fits a model."""
+        return replace(self._with_rules(layout=layout), layout_is_named=True)
+
+    def with_layout_of(self, scheme: str, layout: str) -> "Recipe":
+        """The recipe with the layers of ``scheme`` in ``layout``, where it fits a model."""
         return self._with_rules(scheme, layout=layout)
 
     def _with_rules(self, of: str | None = None, **changes: Any) -> "Recipe":

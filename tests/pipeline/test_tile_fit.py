@@ -11,6 +11,7 @@ from qtool.errors import QtoolError
 from qtool.io.source import Checkpoint
 from qtool.pipeline.inspect import inspect
 from qtool.pipeline.job import Job
+from qtool.pipeline.options import RecipeOverrides
 from qtool.pipeline.quantize import quantize
 from qtool.pipeline.verify import verify
 from qtool.runtime.huggingface import quantized_linears
@@ -85,6 +86,14 @@ def test_a_name_that_ends_like_another_keeps_its_layout() -> None:
 
 def test_a_layout_that_was_asked_for_stays(make_model: MakeModel) -> None:
     config, recipe = Checkpoint(make_model(num_key_value_heads=1)).config, recipes.load("w4a8-lqq")
-    for asked in (recipe.with_layout("marlin"), replace(recipe, variant="custom")):
+    named = recipe.with_layout("marlin"), recipe.with_layout("dual-mma")  # the recipe's own too
+    for asked in (*named, replace(recipe, variant="custom")):
         with pytest.raises(QtoolError, match=r"k_proj: layout .* does not divide into tiles"):
             Job.of(config, asked)
+
+
+def test_a_layout_that_a_target_chose_gives_way(make_model: MakeModel) -> None:
+    config = Checkpoint(make_model(num_key_value_heads=1)).config | {"head_dim": 16}
+    job = Job.of(config, RecipeOverrides(target="a100").recipe("w4a8-lqq"))
+    (sentence,) = job.recipe.adaptations
+    assert sentence.startswith("layout row-major for self_attn.k_proj, self_attn.v_proj: compute-")

@@ -1,4 +1,4 @@
-"""Chooses row-major if a built-in recipe's layout does not fit a weight.
+"""Chooses row-major if a layout of a built-in recipe or of ``--target`` does not fit a weight.
 
 The quantized weights are the same, but no kernel runs them.
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from qtool import layouts, recipes
+from qtool import layouts
 from qtool.errors import QtoolError
 from qtool.layouts.row_major import BY_BITS
 from qtool.recipes import LayerRule, Recipe
@@ -26,13 +26,12 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     Args:
         shapes: ``(N, K)`` of the linears of one block of each kind, by full name.
     """
-    if not recipe.built_in or not any(rule.layout for rule in recipe.layers):
+    if not recipe.built_in or recipe.layout_is_named:
         return recipe
-    own = {rule.layout for rule in recipes.load(recipe.scheme, recipe.variant).layers}
     misfits: dict[LayerRule, dict[str, None]] = {}
     for name, shape in shapes.items():
         rule = recipe.rule_of(name)
-        if rule and rule.scheme and rule.layout in own and not _fits(rule, *shape):
+        if rule and rule.scheme and not _fits(rule, *shape):
             misfits.setdefault(rule, {})[role_pattern(name)] = None
     if not misfits:
         return recipe
