@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,6 +179,31 @@ def test_each_block_says_what_it_gives_to_its_cache(
     caches = [family.at(SimpleNamespace(), block).kv_cache for block in range(len(shapes))]
     assert [cache and cache.shape for cache in caches] == shapes
     assert "kv" not in family.refuses
+
+
+def test_a_model_that_another_thread_runs_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its forward begins while a block of the derived model gives keys and values to its cache."""
+    begun, given, update = Event(), Event(), cached._Notes.update
+
+    class Waits(nn.Module):
+        def forward(self) -> None:
+            begun.set()
+            assert given.wait(60)
+
+    def update_beside(notes: Any, *args: Any, **kwargs: Any) -> Any:
+        begun.clear()
+        given.clear()
+        other = Thread(target=Waits())
+        other.start()
+        assert begun.wait(60)
+        found = update(notes, *args, **kwargs)
+        given.set()
+        other.join()
+        return found
+
+    monkeypatch.setattr(cached._Notes, "update", update_beside)
+    config = tiny_config("smollm3", vocab_size=99).to_dict()  # no other test has derived its family
+    assert family_of(config).kv_cache == KVCache("self_attn", CACHE, (2, 32))
 
 
 @pytest.mark.parametrize("model_type", ["bert-generation", "git"])

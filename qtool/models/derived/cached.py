@@ -11,10 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
@@ -30,7 +26,6 @@ from qtool.models.derived.recorded import SHAPE, Recorded
 from qtool.models.experts import is_experts
 from qtool.models.parts import KVCache
 
-#: the attributes that tensors of a quantized cache become (:mod:`qtool.runtime.packed_kv`)
 #: what transformers has in a cache for a block whose keys and values can be replaced
 LAYERS = (
     DynamicLayer,
@@ -38,6 +33,7 @@ LAYERS = (
     DynamicIndexedLayer,
     LinearAttentionAndFullAttentionLayer,
 )
+#: the attributes that tensors of a quantized cache become (:mod:`qtool.runtime.packed_kv`)
 ATTRIBUTES = ("k_scale", "v_scale", "k_offset", "k_importance")
 
 
@@ -58,11 +54,11 @@ class _Notes(DynamicCache):
         self.given: dict[int, list[Given]] = {}
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """A forward hook: ``module`` begins."""
-        self.running.append(self.modules.get(module, ""))
+        """A forward hook of :attr:`modules`: ``module`` begins."""
+        self.running.append(self.modules[module])
 
     def leave(self, *_: Any) -> None:
-        """A forward hook: the last module that began ends."""
+        """A forward hook of :attr:`modules`: the last one that began ends."""
         self.running.pop()
 
     def update(
@@ -135,10 +131,9 @@ class KVCaches:
 def _noted(notes: _Notes) -> Iterator[None]:
     """While open, a model runs, without its stacked experts, and ``notes`` knows what runs."""
     experts = [module for module in notes.modules if is_experts(module)]
-    handles = [
-        register_module_forward_pre_hook(notes.enter),
-        register_module_forward_hook(notes.leave),
-    ]
+    # not torch's hooks for all modules: another thread may be running a model of its own
+    handles = [module.register_forward_pre_hook(notes.enter) for module in notes.modules]
+    handles += [module.register_forward_hook(notes.leave) for module in notes.modules]
     for module in experts:
         module.forward = lambda hidden, *_, **__: hidden
     try:
