@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 #: operations that move numbers and change none
 MOVES = {
     *("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze"),
-    *("expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "clone"),
-    *("alias", "detach", "narrow", "repeat", "repeat_interleave", "roll", "flip", "index_select"),
-    *("contiguous", "unfold", "movedim", "swapaxes", "flatten", "unflatten", "lift_fresh"),
+    *("expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind"),
+    *("detach", "narrow", "repeat", "repeat_interleave", "roll", "flip", "index_select"),
+    *("unfold", "movedim", "swapaxes", "flatten", "unflatten", "lift_fresh"),
 }
 
 
@@ -31,8 +31,6 @@ def move(
 ) -> None:
     """An operation of :data:`MOVES`, replayed on the channel numbers of its operand."""
     source = args[0]
-    if not isinstance(source, Tensor):
-        return
     keeps = name in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "detach")
     if keeps and out.numel() == source.numel():
         recorder.value_ids[id(out)] = recorder.value_id(source)
@@ -76,11 +74,11 @@ def join(
     recorder.set(out, joined)
 
 
-def reduced(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+def reduced(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> bool:
     """``sum`` over dimensions along which no channel changes (tokens, experts)."""
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     keep = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
-    if not dims or not isinstance(out, Tensor):
+    if not dims:
         return False
     found: Facts = {}
     for producer, fact in recorder.of(args[0]).items():
@@ -95,11 +93,9 @@ def reduced(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], o
     return True
 
 
-def gathered(recorder: Recorder, args: tuple[Any, ...], out: Any) -> bool:
+def gathered(recorder: Recorder, args: tuple[Any, ...], out: Tensor) -> bool:
     """``x[tokens]``: rows of tokens are chosen, no channel moves."""
     source, indices = args[:2]
-    if not isinstance(source, Tensor):
-        return False
     known = [None if i is None or i.is_meta else i for i in indices]
     if all((i is None) == (k is None) for i, k in zip(indices, known, strict=True)):
         moved = {

@@ -41,7 +41,8 @@ class RandomNumbers(OffMeta):
         kwargs.pop("device", None)
         args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
         out = func(*args, **kwargs)
-        if not mixed or (first is not None and first.is_meta and _name(func) in CHOOSE):
+        chosen = first is not None and first.is_meta and func.overloadpacket.__name__ in CHOOSE
+        if not mixed or chosen:
             return out
         return tree_map_only(Tensor, self._like, out)
 
@@ -62,7 +63,3 @@ class AttentionAsProducts(TorchFunctionMode):
             query, key, value = args[:3]
             return (query @ key.mT).softmax(-1) @ value
         return func(*args, **(kwargs or {}))
-
-
-def _name(func: Any) -> str:
-    return str(func.overloadpacket.__name__)

@@ -120,7 +120,9 @@ class Recorder(TorchDispatchMode):
     ) -> bool:
         """Give ``out`` its facts by the rule of ``operation``; False if no rule applies."""
         if operation in ("_to_copy", "dropout", "native_dropout", "contiguous", "clone", "alias"):
-            self._same(args[0], out if isinstance(out, Tensor) else out[0])
+            result = out if isinstance(out, Tensor) else out[0]
+            self.set(result, self.of(args[0]))
+            self.value_ids[id(result)] = self.value_id(args[0])
         elif operation in MOVES:
             move(self, operation, func, args, kwargs, out)
         elif operation in ("cat", "stack"):
@@ -156,11 +158,6 @@ class Recorder(TorchDispatchMode):
         self._alive.append(out)
         self.weights[id(out)] = weight, transposed != turned
         return True
-
-    def _same(self, tensor: Tensor, out: Tensor) -> None:
-        value_id = self.value_id(tensor)
-        self.set(out, self.of(tensor))
-        self.value_ids[id(out)] = value_id
 
     def mix(self, name: str, tensors: list[Tensor], out: Any) -> None:
         """No rule applies: the result depends on all producers, but on no known channel."""
