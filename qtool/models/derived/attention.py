@@ -21,12 +21,8 @@ class BlockAttention:
 
     def __init__(self, block: RecordedBlock, fused: FusedLinears) -> None:
         self.block, self.fused = block, fused
-        #: the pairs of channels that RoPE turns, of queries and of keys
-        self.turned: list[torch.Tensor | None] = []
-        #: whether the norms on queries and keys come after RoPE
-        self.normed_after_rope = False
-        #: whether queries or keys go into something else than attention too
-        self.used_elsewhere = False
+        #: the call of the attention that is :meth:`declared`
+        self.call: AttentionCall | None = None
 
     def is_output(self, producer: str, fact: Fact) -> bool:
         """Whether an input is attention's output, with the heads of config.json in their order."""
@@ -69,27 +65,20 @@ class BlockAttention:
             )
             if call is None or read.facts[producer].kind != Kind.HEADS:
                 continue
-            sides = [self._projection(side) for side in (call.q, call.k)]
             names = self.heads_of(producer)
-            if None in sides or names is None or not {"q_proj", "k_proj"} <= names.keys():
+            q, k = self._projection(call.q), self._projection(call.k)
+            if names is None or q is None or k is None:
                 continue
-            norms = [side[1] for side in sides if side is not None]
-            made = [side[0][1].kind for side in sides if side is not None and side[1]]
-            self.normed_after_rope = Kind.TURNED in made
-            self.used_elsewhere = not all(
-                self.block.only(channelwise(side), (), ATTENTION) for side in (call.q, call.k)
-            )
-            made_by = [own for side in (call.q, call.k) for own in channelwise(side).items()]
-            kinds = [fact.kind for _, fact in made_by]
-            self.turned = [self.block.model.trace.pairs.get(name) for name, _ in made_by]
+            self.call = call
+            facts = [fact for side in (call.q, call.k) for fact in channelwise(side).values()]
             return Attention(
                 q=names["q_proj"],
                 k=names["k_proj"],
                 v=names["v_proj"],
                 o=group.linears[0],
-                q_norm=norms[0],
-                k_norm=norms[1],
-                rotary=Kind.TURNED in kinds,
+                q_norm=q[1],
+                k_norm=k[1],
+                rotary=any(fact.kind == Kind.TURNED for fact in facts),
                 partial=True,
             )
         return None
@@ -115,23 +104,29 @@ class BlockAttention:
             return dict.fromkeys(TRANSFORMS if attends else (), self._why_unknown(unquantized))
         if cache is None:
             return dict.fromkeys(TRANSFORMS, "its attention takes no KV cache")
-        if self.used_elsewhere:
-            reason = "its queries or keys go into something else than attention too"
-            return {"smooth-attention": reason}
+        reason = self._why_not_smoothed(attention, offset)
+        return {"smooth-attention": reason} if reason else {}
+
+    def _why_not_smoothed(self, attention: Attention, offset: float) -> str:
+        """Why no factor can be folded into queries and keys; empty if one can."""
+        assert self.call is not None
+        sides = self.call.q, self.call.k
+        if not all(self.block.only(channelwise(side), (), ATTENTION) for side in sides):
+            return "its queries or keys go into something else than attention too"
         if bool(attention.q_norm) != bool(attention.k_norm):
-            return {"smooth-attention": "a norm follows its queries or its keys alone"}
-        if self.normed_after_rope:
-            return {"smooth-attention": "its queries and keys are normed after RoPE"}
+            return "a norm follows its queries or its keys alone"
+        made = [found for side in sides if (found := self._projection(side))]
+        if any(norm and fact.kind == Kind.TURNED for (_, fact), norm in made):
+            return "its queries and keys are normed after RoPE"
         if attention.rotary and self._makes_angles():
-            return {"smooth-attention": "its attention makes the angles of RoPE itself"}
-        if attention.rotary and not all(map(self._turns_halves, self.turned)):
-            reason = "RoPE turns other pairs of channels than those half a head apart"
-            return {"smooth-attention": reason}
+            return "its attention makes the angles of RoPE itself"
+        turned = [self.block.model.trace.pairs.get(p) for side in sides for p in channelwise(side)]
+        if attention.rotary and not all(map(self._turns_halves, turned)):
+            return "RoPE turns other pairs of channels than those half a head apart"
         forms = [f for n in (attention.q_norm, attention.k_norm) if n and (f := self.block.form(n))]
         if any(form.biased or form.offset != offset for form in forms):
-            reason = "its norms on queries and keys are not those of the block"
-            return {"smooth-attention": reason}
-        return {}
+            return "its norms on queries and keys are not those of the block"
+        return ""
 
     def _why_unknown(self, unquantized: Mapping[str, str]) -> str:
         """Why the attention is not declared."""
