@@ -3,6 +3,7 @@
 Names are module paths within the block. A name may also stand for some rows of a fused linear.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -57,13 +58,18 @@ class LinearGroup:
         """Whether the input is a norm of the residual stream."""
         return self.fold is Fold.NORM
 
+    def renamed(self, named: Callable[[str], str]) -> "LinearGroup":
+        """The group with ``named(name)`` in place of every name."""
+        return replace(
+            self,
+            linears=tuple(map(named, self.linears)),
+            source=named(self.source),
+            gate=self.gate and named(self.gate),
+        )
+
     def of_expert(self, number: int) -> "LinearGroup":
         """The group with expert ``number`` in place of ``*``."""
-        linears = tuple(of_expert(name, number) for name in self.linears)
-        gate = self.gate and of_expert(self.gate, number)
-        return replace(
-            self, linears=linears, source=of_expert(self.source, number), gate=gate, routed=True
-        )
+        return replace(self.renamed(lambda name: of_expert(name, number)), routed=True)
 
 
 @dataclass(frozen=True)

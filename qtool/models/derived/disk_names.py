@@ -3,11 +3,13 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from qtool.models.derived.on_disk import disk_names
 from qtool.models.derived.recorded_model import RecordedModel
 from qtool.models.family import Family
 from qtool.models.parts import RowsOf
+from qtool.models.renaming import renamed
 
 
 class DiskNames:
@@ -80,24 +82,11 @@ def _shifted(name: str, blocks: int) -> str:
 
 def _renamed(family: Family, own: str, disk: str) -> Family:
     """``family`` with the module ``own`` of a block called ``disk``."""
-
-    def named(name: str) -> str:
-        return disk + name[len(own) :] if name.startswith(f"{own}.") else name
-
-    groups = tuple(
-        replace(
-            g,
-            linears=tuple(map(named, g.linears)),
-            source=named(g.source),
-            gate=g.gate and named(g.gate),
-        )
-        for g in family.groups
-    )
-    experts = family.experts and replace(family.experts, moe=disk)
+    named = partial(renamed, names={own: disk})
     return replace(
         family,
-        groups=groups,
-        experts=experts,
+        groups=tuple(group.renamed(named) for group in family.groups),
+        experts=family.experts and replace(family.experts, moe=disk),
         tensors={named(n): shape for n, shape in family.tensors.items()},
         biased=tuple(map(named, family.biased)),
         fused={
