@@ -121,13 +121,12 @@ def _multiplies_sorted(stacked: Any) -> bool:
 _SORTED: dict[type, bool] = {}
 
 
-def expert_parts(stacked: Any) -> list[tuple[str, tuple[int, int], bool]]:
-    """Role (``gate``, ``up``, ``down``), shape and whether there is a bias, of each linear."""
+def expert_shapes(stacked: Any) -> dict[str, tuple[int, int]]:
+    """The shapes of an expert's weights by role: ``gate``, if there is one, ``up``, ``down``."""
     form, (n, k) = Form.of(stacked), stacked.down_proj.shape[1:]
     hidden, width = (k, n) if form.transposed else (n, k)
-    roles = ["gate", "up"] if form.gate else ["up"]
-    first = [(role, (width, hidden), form.bias) for role in roles]
-    return [*first, ("down", (hidden, width), form.bias)]
+    gate = {"gate": (width, hidden)} if form.gate else {}
+    return gate | {"up": (width, hidden), "down": (hidden, width)}
 
 
 def gated(stacked: Any, gate: Tensor | None, up: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from qtool.models.derived.folds import Folds
 from qtool.models.derived.fused import FusedLinears
 from qtool.models.derived.linears import groups_of
 from qtool.models.derived.recorded_block import RecordedBlock
-from qtool.models.experts import Form, expert_parts
+from qtool.models.experts import Form, expert_shapes
 from qtool.models.family import Family
 from qtool.models.parts import Experts, Fold, KVCache
 
@@ -71,7 +71,7 @@ def _tensors(
     names = [n for n in block.model.state if n.startswith(block.prefix)]
     names.sort(key=lambda n: order.get(n.rpartition(".")[0], len(order)))
     tensors: dict[str, str] = {}
-    biased = []
+    biased: list[str] = []
     for name in names:
         full, _, part = name.rpartition(".")
         if full in block.experts:
@@ -85,12 +85,11 @@ def _tensors(
         if len(shape) > 1 and not known:
             unquantized[block.short(name)] = f"{type(module).__name__} is no linear"
     for name in block.experts:
-        parts = block.expert_names(name)
-        for role, shape, bias in expert_parts(block.model.modules[name]):
-            leaf = getattr(parts, role)
-            tensors[f"{leaf}.weight"] = " ".join(map(str, shape))
-            if bias:
-                biased.append(leaf)
+        parts, stack = block.expert_names(name), block.model.modules[name]
+        leaves = {getattr(parts, role): shape for role, shape in expert_shapes(stack).items()}
+        tensors |= {f"{leaf}.weight": " ".join(map(str, s)) for leaf, s in leaves.items()}
+        if Form.of(stack).bias:
+            biased += leaves
     return tensors, tuple(biased)
 
 

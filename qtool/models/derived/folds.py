@@ -84,8 +84,8 @@ class Folds:
             return none
         fold = Fold.PRODUCT if direct else Fold.ACTIVATION
         ordered = not any(p.partition(PART)[0] in self.block.model.trace.unordered for p in facts)
-        found = replace(none, source=names["up_proj"], fold=fold, gate=names.get("gate_proj"))
-        return replace(found, ordered=ordered)
+        gate_name = names.get("gate_proj")
+        return replace(none, source=names["up_proj"], fold=fold, gate=gate_name, ordered=ordered)
 
     def _reads_norm(self, read: Read) -> bool:
         """Whether the input is a norm of the residual stream that only linears read."""
