@@ -14,6 +14,7 @@ from qtool.models.derived.block_family import block_family
 from qtool.models.derived.cached import KVCaches
 from qtool.models.derived.disk_names import DiskNames
 from qtool.models.derived.entering import entering
+from qtool.models.derived.norms import NormForm
 from qtool.models.derived.recorded_block import RecordedBlock
 from qtool.models.derived.recorded_model import RecordedModel
 from qtool.models.family import Family
@@ -44,11 +45,13 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
         raise QtoolError(f"its blocks have no linear that can be quantized{other}")
     common = _beside_blocks(model, on_disk)
     enters = _entering(model, common)
+    final = model.form(model.final_norm) if model.final_norm else None
+    centred = final is not None and final.centred
     common |= {
         "refuses": _refused(model, of_block),
-        "fixed_stream": _why_fixed(model, of_block, enters),
+        "fixed_stream": _why_fixed(model, of_block, enters, final),
         "entering": enters or {},
-        "layer_norm": any(f.layer_norm for f in of_block) or _ends_centred(model),
+        "layer_norm": centred or any(f.layer_norm for f in of_block),
     }
     own = {id(f): replace(f, **common, norm_offset=f.norm_offset) for f in of_block}
     whole = own[id(next((f for f in of_block if f.experts), of_block[0]))]
@@ -70,26 +73,22 @@ def _refused(model: RecordedModel, of_block: list[Family]) -> dict[str, str]:
     return refused
 
 
-def _ends_centred(model: RecordedModel) -> bool:
-    """Whether the final norm subtracts the mean over channels."""
-    form = model.form(model.final_norm) if model.final_norm else None
-    return form is not None and form.centred
-
-
 def _why_fixed(
-    model: RecordedModel, of_block: list[Family], enters: Mapping[str, int] | None
+    model: RecordedModel,
+    of_block: list[Family],
+    enters: Mapping[str, int] | None,
+    final: NormForm | None,
 ) -> str:
-    """Why the residual stream cannot be rotated, if it cannot."""
-    stream = next((f.fixed_stream for f in of_block if f.fixed_stream), "") or model.why_fixed()
-    if not stream and enters is None:
+    """Why the residual stream cannot be rotated; empty if it can."""
+    for reason in (*(family.fixed_stream for family in of_block), model.why_fixed()):
+        if reason:
+            return reason
+    if enters is None:
         return "what is no text enters it too"
-    offsets = {f.norm_offset for f in of_block}
-    final = model.form(model.final_norm) if model.final_norm else None
-    if final is not None:
-        offsets.add(final.offset)
-    if not stream and len(offsets) > 1:
+    offsets = {family.norm_offset for family in of_block} | ({final.offset} if final else set())
+    if len(offsets) > 1:
         return "its norms do not multiply by their weights in one way"
-    return stream
+    return ""
 
 
 def _beside_blocks(model: RecordedModel, on_disk: DiskNames) -> dict[str, Any]:
