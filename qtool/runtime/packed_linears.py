@@ -159,9 +159,9 @@ class PackedLinears:
             QtoolError: naming the first one.
         """
         for name in self.formats():
-            block, within = self.family.place(name)
+            family, within = self.place(name)
             mixer = within.rpartition(".")[0]
-            if f"{mixer}.dt_proj" in self._block(block or 0).unquantized:  # Mamba 2 has none
+            if f"{mixer}.dt_proj" in family.unquantized:  # Mamba 2 has none
                 raise QtoolError(
                     f"{name}: vLLM has the mixers of Mamba 1 in 16 bits alone; quantize with a "
                     "rule that leaves them so"
@@ -184,6 +184,11 @@ class PackedLinears:
         """``(N, K)`` of the linear ``name``."""
         return self.family.linear_shape(name, self.settings)
 
+    def place(self, name: str) -> tuple[Family, str]:
+        """The family of the block that the linear ``name`` is in, and its name within the block."""
+        block, within = self.family.place(name)
+        return self._block(block or 0), within
+
     def share(self, name: str, ranks: int) -> tuple[tuple[int, ...], int, int]:
         """The share that one of ``ranks`` GPUs has of the linear ``name``.
 
@@ -194,8 +199,7 @@ class PackedLinears:
         Raises:
             QtoolError: naming the channels or heads that do not divide.
         """
-        block, within = self.family.place(name)
-        family, (n, k) = self._block(block or 0), self.shape(name)
+        (family, within), (n, k) = self.place(name), self.shape(name)
         split = family.tensor_parallel(self.settings, ranks)
         rows, columns = split[within]
         parts = {within: n}

@@ -76,12 +76,12 @@ def require_shares_and_kernels(
     Raises:
         QtoolError: naming the first such linear.
     """
-    seen: set[tuple[Any, ...]] = set()
+    seen: set[tuple[Any, ...]] = set()  # a mixture has tens of thousands of linears
     for name, linear_format in linears.formats().items():
-        outputs, k, ranks = linears.share(name, tensor_parallel)
         permuted = linears.format.is_permuted(name)
-        case = linear_format, outputs, k, ranks, permuted
+        case = *linears.place(name), linear_format, permuted
         if case not in seen:
+            seen.add(case)
+            outputs, k, ranks = linears.share(name, tensor_parallel)
             require_shares(name, linear_format, outputs, k, ranks, permuted=permuted)
             require_kernel(name, linear_format, sum(outputs), k, capability, dtype)
-            seen.add(case)

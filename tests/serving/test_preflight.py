@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from transformers import AutoConfig
 
 import qtool
 from qtool.errors import QtoolError
-from qtool.format import CheckpointFormat, native_format
+from qtool.format import CheckpointFormat, LinearFormat, Rule, native_format
 from qtool.io.source import Checkpoint, read_config
-from qtool.models import family_of
+from qtool.models import Family, family_of
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.serving.evaluate import CACHED_WINDOWS, cache_bytes
 from qtool.serving.preflight import (
@@ -31,6 +32,7 @@ from tests.models.tiny import save_tiny, tiny_config
 from tests.serving.conftest import FORMATS, ROTATED, Native, rewritten, rule
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
+W4A8 = "w4a8-lqq", 64, "dual-mma"
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,21 @@ def test_what_ranks_can_share(native: Native, variant: str) -> None:
     require_servable(native(variant=variant), 2, HOPPER)
     with pytest.raises(QtoolError, match=r"8 attention heads cannot be split over 3 GPUs"):
         require_servable(native(variant=variant), 3, HOPPER)
+
+
+def test_equal_blocks_are_shared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture of 94 blocks has 36000 linears, and its family tells the cuts of all of a block."""
+    asked, told = [], Family.tensor_parallel
+
+    def counting(family: Family, config: Any, ranks: int) -> dict[str, tuple[int, int]]:
+        asked.append(ranks)
+        return told(family, config, ranks)
+
+    monkeypatch.setattr(Family, "tensor_parallel", counting)
+    config = tiny_config("mixtral", num_hidden_layers=4).to_dict()
+    own = PackedLinears(config, CheckpointFormat("", (Rule("", LinearFormat(*W4A8)),)))
+    require_shares_and_kernels(own, 1, None)
+    assert len(asked) == 4 + 3 * config["num_local_experts"]
 
 
 def test_kv_heads_that_gpus_can_not_share() -> None:
