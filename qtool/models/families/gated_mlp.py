@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from qtool.models.families.llama import LLAMA
+from qtool.models.family import Family
 from qtool.models.parts import Fold, LinearGroup
 
 MLP_NORM = "post_attention_layernorm"
-#: tensors of a block of Llama besides its MLP
-ATTENTION_TENSORS = {
-    name: shape for name, shape in LLAMA.tensors.items() if not name.startswith("mlp.")
-}
+
+
+def beside_mlp(dense: Family) -> dict[str, str]:
+    """The tensors of a block of ``dense`` besides its MLP, and their shapes in words."""
+    return {name: shape for name, shape in dense.tensors.items() if not name.startswith("mlp.")}
 
 
 def gated_mlp(gate: str, up: str, down: str) -> tuple[LinearGroup, LinearGroup]:

@@ -7,8 +7,8 @@ transformers' own code and concern no weight.
 
 from dataclasses import replace
 
-from qtool.models.families.llama import GATE, LLAMA, OUT, UP, K, Q, V
-from qtool.models.parts import Attention, Fold, LinearGroup
+from qtool.models.families.llama import GATE, LLAMA, NORMS, OUT, QWEN3, UP, K, Q, V
+from qtool.models.parts import Fold, LinearGroup
 
 GEMMA = replace(
     LLAMA,
@@ -41,6 +41,6 @@ GEMMA3 = replace(
     GEMMA2,
     name="Gemma 3",
     model_types=("gemma3_text",),
-    attention=Attention(q=Q, k=K, v=V, o=OUT, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
-    tensors={**GEMMA2.tensors, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
+    attention=QWEN3.attention,
+    tensors={**GEMMA2.tensors, **NORMS},
 )

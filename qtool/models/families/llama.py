@@ -38,10 +38,13 @@ LLAMA = Family(
 #: Qwen 1.5 too: its config.json says qwen2
 QWEN2 = replace(LLAMA, name="Qwen2", model_types=("qwen2",), biased=(Q, K, V), biased_if={})
 
+#: the norms on queries and keys of Qwen3 and Gemma 3
+NORMS = {"self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"}
+
 QWEN3 = replace(
     LLAMA,
     name="Qwen3",
     model_types=("qwen3",),
     attention=Attention(q=Q, k=K, v=V, o=OUT, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"),
-    tensors={**LLAMA.tensors, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
+    tensors={**LLAMA.tensors, **NORMS},
 )

@@ -6,8 +6,8 @@ The router reads the same norm as the experts and stays in 16 bits.
 from dataclasses import replace
 
 from qtool.models.families.gated_mlp import (
-    ATTENTION_TENSORS,
     MLP_NORM,
+    beside_mlp,
     expert_count,
     gated_mlp,
     gated_shapes,
@@ -22,7 +22,7 @@ MIXTRAL = replace(
     model_types=("mixtral",),
     groups=(*LLAMA.groups[:2], *gated_mlp(W1, W3, W2)),
     tensors={
-        **ATTENTION_TENSORS,
+        **beside_mlp(LLAMA),
         "block_sparse_moe.gate.weight": "experts hidden",
         **gated_shapes(W1, W3, W2, "inter"),
     },

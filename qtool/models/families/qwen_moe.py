@@ -9,8 +9,8 @@ from typing import Any
 
 from qtool.errors import QtoolError, require_count
 from qtool.models.families.gated_mlp import (
-    ATTENTION_TENSORS,
     MLP_NORM,
+    beside_mlp,
     expert_count,
     gated_mlp,
     gated_shapes,
@@ -36,7 +36,7 @@ QWEN3_SPARSE = replace(
     QWEN3_DENSE,
     groups=(*LLAMA.groups[:2], *gated_mlp(*EXPERT)),
     tensors={
-        **{name: shape for name, shape in QWEN3.tensors.items() if not name.startswith("mlp.")},
+        **beside_mlp(QWEN3),
         "mlp.gate.weight": "experts hidden",
         **gated_shapes(*EXPERT, "expert"),
     },
@@ -51,16 +51,12 @@ QWEN3_MOE = replace(
     choose=lambda config, block: QWEN3_DENSE if _is_dense(config, block) else QWEN3_SPARSE,
 )
 
-QWEN2_DENSE = replace(
-    LLAMA,
-    name="Qwen2-MoE",
-    biased_if={"qkv_bias": (Q, K, V)},
-)
+QWEN2_DENSE = replace(LLAMA, name="Qwen2-MoE", biased_if={"qkv_bias": (Q, K, V)})
 QWEN2_SPARSE = replace(
     QWEN2_DENSE,
     groups=(*LLAMA.groups[:2], *gated_mlp(*EXPERT), *gated_mlp(*SHARED)),
     tensors={
-        **ATTENTION_TENSORS,
+        **beside_mlp(LLAMA),
         "mlp.gate.weight": "experts hidden",
         **gated_shapes(*EXPERT, "expert"),
         **gated_shapes(*SHARED, "shared"),
