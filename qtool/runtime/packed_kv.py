@@ -138,11 +138,6 @@ class PackedTokens:
         """Tokens that the packed tensors have room for."""
         return self._room["codes"].shape[2] if self._room else 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held, room for further tokens included."""
-        return sum(t.untyped_storage().nbytes() for t in self._tensors().values())
-
     def kernel_arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """``codes``, ``scale`` and ``zero`` with their room, as ``qtool::kv_attention`` takes them.
 
@@ -153,9 +148,8 @@ class PackedTokens:
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by ``change`` of it, for another batch order or another device."""
-        changed = {name: change(tensor) for name, tensor in self._tensors().items()}
-        self.rest = changed.pop("rest", None)
-        self._room = changed
+        self._room = {name: change(tensor) for name, tensor in self._room.items()}
+        self.rest = None if self.rest is None else change(self.rest)
 
     def crop(self, tokens: int) -> None:
         """Forget all but the first ``tokens``; a group that is cut is kept dequantized."""
@@ -205,9 +199,6 @@ class PackedTokens:
         return {
             name: t[:, :, : t.shape[2] * tokens // self.capacity] for name, t in self._room.items()
         }
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return self._room | ({"rest": self.rest} if self.rest is not None else {})
 
 
 def kernel_packs(quantizer: KVQuantizer, x: Tensor) -> bool:
