@@ -41,7 +41,7 @@ from qtool.models.torch_defaults import torch_defaults
 from qtool.plugins import require_json, require_returned
 from qtool.progress import Progress
 from qtool.runtime.linear import QuantLinear
-from qtool.runtime.packed_kv import NEUTRAL, SCALES, missing_scales
+from qtool.runtime.packed_kv import NEUTRAL, SCALES, missing_kv_tensors
 from qtool.runtime.read_linear import linear_shape, load_linear
 from qtool.schemes import Params
 from qtool.units import bytes_text
@@ -124,8 +124,8 @@ class _Export(Conversion):
         self.family = family_of(source.config).named_as(dict(native.tower_names))
         self.all_formats = exported_formats(target, native, source.config, tensor_parallel)
         self.formats = {name: found for name, found in self.all_formats.items() if found}
-        for scale in missing_scales(native.kv, source.config, source.entries):
-            raise CheckFailed(f"{scale}: a scale of the KV cache is missing")
+        for tensor in missing_kv_tensors(native.kv, source.config, source.entries):
+            raise CheckFailed(f"{tensor}: a tensor of the KV cache is missing")
         self.settings = self.family.settings(source.config)
         keeps = keeps_kv_scales(target, native.kv, self.family, self.settings)
         self.kv = native.kv if keeps else None

@@ -23,7 +23,7 @@ from qtool.progress import Progress
 from qtool.runtime.device import require_device
 from qtool.runtime.dispatch import Kernel
 from qtool.runtime.linear import QuantLinear
-from qtool.runtime.packed_kv import IMPORTANCE, OFFSET, missing_scales
+from qtool.runtime.packed_kv import IMPORTANCE, OFFSET, missing_kv_tensors
 from qtool.runtime.read_linear import load_linear, packed_names
 
 #: random inputs of each linear
@@ -74,7 +74,7 @@ def verify(
         return
     checkpoint_format = native_format(checkpoint.config)
     yield from (Verified(file, problem) for file, problem in changed)
-    yield from _kv_scales(checkpoint, checkpoint_format.kv)
+    yield from _kv_tensors(checkpoint, checkpoint_format.kv)
     stored = packed_names(checkpoint)
     family = family_of(checkpoint.config)
     linears = family.all_linears(family.settings(checkpoint.config))
@@ -101,13 +101,13 @@ def _linear(
         return Verified(name, str(error))
 
 
-def _kv_scales(checkpoint: Checkpoint, kv: str | None) -> Iterator[Verified]:
+def _kv_tensors(checkpoint: Checkpoint, kv: str | None) -> Iterator[Verified]:
     try:
-        missing = missing_scales(kv, checkpoint.config, checkpoint.entries)
+        missing = missing_kv_tensors(kv, checkpoint.config, checkpoint.entries)
     except QtoolError as error:
         yield Verified("quantization_config", str(error))
         return
-    yield from (Verified(name, "a scale of the KV cache is missing") for name in missing)
+    yield from (Verified(name, "a tensor of the KV cache is missing") for name in missing)
     for name in checkpoint.entries:
         if name.endswith((".k_scale", ".v_scale", f".{IMPORTANCE}")):
             scale = checkpoint.read(name)

@@ -5,11 +5,9 @@ name of the weight file. A transformers without this module therefore refuses th
 that notice; with it the quantizer takes the notice away before the files are looked for.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -23,8 +21,8 @@ from qtool.io.integrity import require_intact
 from qtool.models import family_of
 from qtool.models.conv1d import replace_conv1d
 from qtool.models.experts import SeparateExperts, linear_of, separate_experts
+from qtool.runtime.kv_cache import quantize_kv, require_scales
 from qtool.runtime.linear import QuantLinear
-from qtool.runtime.packed_kv import IMPORTANCE, NEUTRAL
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -55,14 +53,9 @@ class QtoolQuantizer(HfQuantizer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         plugins.load()  # before transformers makes a model on meta, where its tensors would be
-        self.stored: set[str] = set()  # the names of importances that the checkpoint holds
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        # imported here, since it may be importing this file
-        from qtool.runtime.kv_cache import quantize_kv
-
-        files: Sequence[str] = kwargs.get("checkpoint_files") or ()
-        for directory in {Path(file).parent for file in files}:
+        for directory in {Path(file).parent for file in kwargs.get("checkpoint_files") or ()}:
             require_intact(directory)
         replace_conv1d(model)
         separate_experts(model)
@@ -70,10 +63,6 @@ class QtoolQuantizer(HfQuantizer):
         self.own_names = family.derived or family.experts is not None
         if kv := self.quantization_config.format.kv:
             quantize_kv(model, kv)
-            for file in files:
-                with safe_open(file, "pt") as tensors:
-                    names = list(tensors.keys())
-                self.stored.update(name for name in names if name.endswith(f".{IMPORTANCE}"))
         replace_linears(model, self.quantization_config.format)
         for module in model.modules():
             if any(isinstance(child, QuantLinear | SeparateExperts) for child in module.children()):
@@ -84,11 +73,6 @@ class QtoolQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
-        from qtool.runtime.kv_cache import require_scales
-
-        for name, buffer in model.named_buffers():
-            if name.endswith(f".{IMPORTANCE}") and name not in self.stored:  # an older checkpoint
-                buffer.fill_(NEUTRAL[IMPORTANCE])
         require_scales(model)
         return model
 

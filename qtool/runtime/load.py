@@ -34,7 +34,6 @@ from qtool.runtime.experts import group_experts
 from qtool.runtime.fused_norms import fuse_norms
 from qtool.runtime.kv_cache import quantize_kv, quantized_decoder
 from qtool.runtime.merge import merge_linears
-from qtool.runtime.packed_kv import IMPORTANCE
 from qtool.schemes.kv import require_kv
 
 #: exceptions that transformers raises for a model that it cannot load
@@ -237,8 +236,7 @@ def _unloadable(path: str | Path, error: Exception) -> str:
 
 def _complete(path: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> PreTrainedModel:
     """``model``, after a check that no tensor was missing."""
-    missing = sorted(name for name in info["missing_keys"] if not name.endswith(f".{IMPORTANCE}"))
-    if missing:  # transformers leaves their memory uninitialized
+    if missing := sorted(info["missing_keys"]):  # transformers leaves their memory uninitialized
         raise QtoolError(f"{path}: tensor {missing[0]} is missing ({len(missing)} in all)")
     return model
 

@@ -23,7 +23,7 @@ from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KVQuantizer, Packed, requi
 
 SCALES = ("k_scale", "v_scale")
 OFFSET, IMPORTANCE = "k_offset", "k_importance"
-#: tensors that kv4 stores and their values without effect, which a missing tensor stands for
+#: tensors that kv4 stores, and their values without effect
 NEUTRAL = {OFFSET: 0.0, IMPORTANCE: 1.0}
 STORED = {KV8: SCALES, KV4: tuple(NEUTRAL)}
 
@@ -54,8 +54,8 @@ def kv_tensors(kv: str | None, family: Family, config: Any) -> dict[str, Tensor]
     return {cache.tensor(name): each for name in STORED.get(quantizer, ())}
 
 
-def missing_scales(kv: str | None, config: Any, stored: Container[str]) -> list[str]:
-    """The scales of the cache ``kv`` that are not among the names ``stored`` of a checkpoint.
+def missing_kv_tensors(kv: str | None, config: Any, stored: Container[str]) -> list[str]:
+    """The tensors of the cache ``kv`` that are not among the names ``stored`` of a checkpoint.
 
     Raises:
         QtoolError: as :func:`kv_tensors` does.
@@ -66,8 +66,7 @@ def missing_scales(kv: str | None, config: Any, stored: Container[str]) -> list[
         name
         for block in range(settings.num_hidden_layers)
         for within in kv_tensors(kv, family.at(settings, block), settings)
-        if within.rpartition(".")[2] in SCALES
-        and (name := f"{family.blocks}.{block}.{within}") not in stored
+        if (name := f"{family.blocks}.{block}.{within}") not in stored
     ]
 
 

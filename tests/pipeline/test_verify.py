@@ -114,9 +114,14 @@ def test_a_tokenizer_that_was_edited(make_model: MakeModel, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "other, problem", [("kv8", "a scale of the KV cache is missing"), ("kv9", "unknown --kv 'kv9'")]
+    "other, problem",
+    [
+        ("kv8", "a tensor of the KV cache is missing"),
+        ("kv4", "a tensor of the KV cache is missing"),
+        ("kv9", "unknown --kv 'kv9'"),
+    ],
 )
-def test_a_cache_that_the_checkpoint_has_no_scales_for(
+def test_a_cache_that_the_checkpoint_has_no_tensors_for(
     other: str, problem: str, make_model: MakeModel, tmp_path: Path
 ) -> None:
     """The config, which no hash covers, was changed."""

@@ -25,6 +25,7 @@ from qtool.errors import QtoolError
 from qtool.format import CheckpointFormat, LinearFormat, Rule
 from qtool.models import Heads
 from qtool.models.cache_argument import CACHE
+from qtool.pipeline.verify import verify
 from qtool.runtime.huggingface import replace_linears
 from qtool.runtime.kv_cache import (
     QuantCache,
@@ -247,23 +248,28 @@ def test_a_checkpoint_brings_its_cache_and_scales(name: str, tmp_path: Path) -> 
         assert torch.equal(other(ids(70)).logits, expected) == (name == "kv4-channel")
 
 
-def test_a_kv4_checkpoint_without_importance_counts_all_channels_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensor", ["k_offset", "k_importance"])
+def test_kv4_quantizes_by_the_tensors_that_are_stored(tensor: str) -> None:
     model = make_model("kv4", torch.bfloat16)
-    for name, buffer in model.named_buffers():
-        if name.endswith("k_offset"):
-            buffer.copy_(torch.randn_like(buffer))
-    whole, older = (save(model, "kv4", tmp_path / name) for name in ("whole", "older"))
-    tensors = load_file(older / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("k_importance")}
-    assert len(tensors) == len(kept) + LAYERS
-    save_file(kept, older / "model.safetensors", metadata={"format": "pt"})
     with torch.no_grad():
-        expected = load(whole)(ids(70)).logits
-        for directory in (older, whole):
-            for loaded in (load(directory), AutoModelForCausalLM.from_pretrained(directory)):
-                assert torch.equal(loaded(ids(70)).logits, expected)
-        model.get_buffer("model.layers.0.self_attn.k_importance")[:, ::2] = 100
-        assert not torch.equal(model(ids(70)).logits, expected)
+        neutral = model(ids(70)).logits
+        model.get_buffer(f"model.layers.0.self_attn.{tensor}")[:, ::2] += 10
+        assert not torch.equal(model(ids(70)).logits, neutral)
+
+
+@pytest.mark.parametrize("missing", ["k_offset", "k_importance"])
+def test_a_kv4_checkpoint_without_one_of_its_tensors_is_refused(
+    missing: str, tmp_path: Path
+) -> None:
+    directory = save(make_model("kv4"), "kv4", tmp_path / "damaged")
+    tensors = load_file(directory / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(missing)}
+    assert len(tensors) == len(kept) + LAYERS
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    name = f"model.layers.0.self_attn.{missing}"
+    with pytest.raises(QtoolError, match=rf"tensor {name} is missing \({LAYERS} in all\)"):
+        load(directory)
+    assert name in {row.name for row in verify(directory) if row.problem}
 
 
 def test_missing_and_damaged_scales_are_refused(tmp_path: Path) -> None:
