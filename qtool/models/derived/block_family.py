@@ -85,11 +85,11 @@ def _tensors(
         if len(shape) > 1 and not known:
             unquantized[block.short(name)] = f"{type(module).__name__} is no linear"
     for name in block.experts:
-        parts, stack = block.expert_names(name), block.model.modules[name]
-        leaves = {getattr(parts, role): shape for role, shape in expert_shapes(stack).items()}
-        tensors |= {f"{leaf}.weight": " ".join(map(str, s)) for leaf, s in leaves.items()}
+        linears_of, stack = block.expert_names(name), block.model.modules[name]
+        for role, shape in expert_shapes(stack).items():
+            tensors[f"{linears_of[role]}.weight"] = " ".join(map(str, shape))
         if Form.of(stack).bias:
-            biased += leaves
+            biased += linears_of.values()
     return tensors, tuple(biased)
 
 

@@ -29,10 +29,10 @@ class Folds:
 
     def of(self, linears: tuple[str, ...], read: Read) -> LinearGroup:
         """The group of ``linears`` with the fold that is proved for its input."""
-        if "*" in linears[0] and (inner := self.block.expert_names(read.weight)).down in linears:
-            fold = self.block.model.expert_fold(read.weight)
-            source, gate = (inner.up, inner.gate) if fold is not Fold.NONE else ("", None)
-            group = LinearGroup(linears, source, fold, gate=gate)
+        if "*" in linears[0] and (inner := self.block.expert_names(read.weight))["down"] in linears:
+            group = LinearGroup(linears, "", self.block.model.expert_fold(read.weight))
+            if group.fold is not Fold.NONE:
+                group = replace(group, source=inner["up"], gate=inner.get("gate"))
             return self._writing(group, (read.weight,))
         own = tuple(f"{self.block.prefix}{name}.weight" for name in linears)
         none = self._writing(LinearGroup(linears, "", Fold.NONE), own)

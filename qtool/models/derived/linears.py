@@ -36,7 +36,7 @@ def groups_of(
         if linears:
             groups.append((linears, reads[0]))
         if reads[0].weight in block.experts:
-            groups.append(((block.expert_names(reads[0].weight).down,), reads[0]))
+            groups.append(((block.expert_names(reads[0].weight)["down"],), reads[0]))
     order = {name: i for i, name in enumerate(block.model.trace.called)}
     return sorted(groups, key=lambda g: order.get(_first_called(block, g[0][0]), len(order)))
 
@@ -48,7 +48,7 @@ def _quantized(block: RecordedBlock, read: Read, unquantized: dict[str, str]) ->
     """
     if read.weight in block.experts:
         names = block.expert_names(read.weight)
-        return [name for name in (names.gate, names.up) if name]
+        return [name for role, name in names.items() if role != "down"]
     if why := why_unquantized(block, read):
         unquantized[block.short(read.weight)] = why
         return []

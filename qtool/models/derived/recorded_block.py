@@ -17,15 +17,6 @@ from qtool.models.derived.recorded_model import RecordedModel
 from qtool.models.derived.trace import NormCall, Read
 
 
-@dataclass(frozen=True)
-class ExpertNames:
-    """Names within a block of the linears of an expert, which may have no ``gate``."""
-
-    gate: str | None
-    up: str
-    down: str
-
-
 @dataclass
 class RecordedBlock:
     """One block of a recorded model; ``prefix`` ends with a dot."""
@@ -131,8 +122,8 @@ class RecordedBlock:
                         return False
         return True
 
-    def expert_names(self, module: str) -> ExpertNames:
-        """The linears of the stack ``module``."""
-        base = f"{self.short(module)}.*"
+    def expert_names(self, module: str) -> dict[str, str]:
+        """Names within the block of the linears of the stack ``module``, by role."""
         gate, up, down, _ = self.model.leaves[module]
-        return ExpertNames(gate and f"{base}.{gate}", f"{base}.{up}", f"{base}.{down}")
+        leaves = {"gate": gate, "up": up, "down": down}
+        return {role: f"{self.short(module)}.*.{leaf}" for role, leaf in leaves.items() if leaf}
