@@ -287,7 +287,7 @@ class OrderedSum:
     def tensor(self) -> Tensor:
         """The term ``[count]`` of the current batch, to be added to before :meth:`step`.
 
-        After :meth:`step` it is another tensor, of zeros.
+        With several ranks it is another tensor, of zeros, after :meth:`step`.
         """
         return self._term[: self._count]
 

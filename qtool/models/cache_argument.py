@@ -14,6 +14,4 @@ BLOCK_ARGUMENTS = (CACHE, "layer_past", "past_key_value")
 
 def with_cache_renamed(arguments: dict[str, Any]) -> dict[str, Any]:
     """``arguments`` of a model, with the cache under the name that its forward has."""
-    if OLDER not in arguments:
-        return arguments
     return {CACHE if name == OLDER else name: given for name, given in arguments.items()}
