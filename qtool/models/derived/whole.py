@@ -84,7 +84,7 @@ def _why_fixed(
         if reason:
             return reason
     if enters is None:
-        return "what is no text enters it too"
+        return "pictures or sound enter it by linears that qtool does not know"
     offsets = {family.norm_offset for family in of_block} | ({final.offset} if final else set())
     if len(offsets) > 1:
         return "its norms do not multiply by their weights in one way"
