@@ -279,14 +279,16 @@ def require_json(given: Any, what: str) -> None:
 def require_returned(
     given: Any, function: str, found: T, kind: Any, of: str = "", shape: Sequence[int] | None = None
 ) -> T:
-    """``found``, which ``function`` of ``given`` gives ``of`` something, as it is expected.
+    """Return ``found``, after a check that it is what ``function`` of ``given`` should return.
 
     Args:
-        kind: its type, an annotation.
-        shape: the shape that it has as a tensor; None: any.
+        given: a method, scheme or family of a plugin; messages call it by its ``name``.
+        kind: the expected type, an annotation.
+        of: what ``found`` is for, as a message has it behind the type that was found.
+        shape: the expected shape of a tensor; None: any.
 
     Raises:
-        QtoolError: it is of another type or shape.
+        QtoolError: ``found`` is of another type or shape.
     """
     has: Any = getattr(found, "shape", None)
     if not is_of(found, kind) or (shape is not None and tuple(has) != tuple(shape)):

@@ -29,7 +29,7 @@ def require_progress(value: object) -> None:
 
 
 def silence(silent: bool) -> None:
-    """No bar and no line from now on, or, if not ``silent``, both again."""
+    """Switch bars and lines off, or on again if not ``silent``."""
     global _silent
     _silent = silent
 

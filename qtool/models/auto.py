@@ -67,16 +67,22 @@ def running(
     fails: str = "transformers cannot run the model of config.json",
     kind: type[QtoolError] = QtoolError,
 ) -> Iterator[None]:
-    """Put what a model's own code raises while open into a sentence, with ``advice`` after it.
+    """While open, turn what others' code raises (a model's, a plugin's) into one sentence.
+
+    Args:
+        advice: what the sentence ends with.
+        fails: what it begins with.
+        kind: the class of the error.
 
     Raises:
-        kind: what ``fails``, and what it says.
+        kind: ``FAILS (CLASS: MESSAGE)ADVICE``; a QtoolError and torch's error for a GPU without
+            free memory are left as they are.
     """
     try:
         yield
     except (QtoolError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:
         raise kind(f"{fails} ({type(error).__name__}: {in_one_line(error)}){advice}") from error
 
 

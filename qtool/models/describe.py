@@ -7,8 +7,9 @@ from typing import Any
 from qtool.models.family import Family
 from qtool.models.parts import Fold, LinearGroup
 
-#: fields that are told below the declaration, or are functions
-TOLD = frozenset(
+#: fields that no declaration shows: functions, and what only derived families have, most of which
+#: :func:`as_text` lists below it
+NOT_SHOWN = frozenset(
     {
         *("unquantized", "outside", "choose", "sizes", "defaults", "derived", "refuses"),
         *("fixed_stream", "streamed_only", "disk_names", "rows_on_disk", "ignored"),
@@ -121,7 +122,7 @@ def _declaration(family: Family) -> str:
         default = field.default
         if default is MISSING and field.default_factory is not MISSING:
             default = field.default_factory()
-        if field.name not in TOLD and (value != default or field.name in ("name", "groups")):
+        if field.name not in NOT_SHOWN and (value != default or field.name in ("name", "groups")):
             parts.append(f"    {field.name}={_value(value)},")
     return "Family(\n" + "\n".join(parts) + "\n)"
 
