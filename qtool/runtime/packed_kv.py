@@ -21,11 +21,10 @@ from qtool.kernels.attention.packed_cache import TOKENS, takes_head_dim
 from qtool.models import Family, family_of
 from qtool.schemes.kv import KV4, KV8, KV_QUANTIZERS, KVQuantizer, Packed, require_kv
 
-SCALES = ("k_scale", "v_scale")
-OFFSET, IMPORTANCE = "k_offset", "k_importance"
+SCALES = KV8.constants
+OFFSET, IMPORTANCE = KV4.constants
 #: tensors that kv4 stores, and their values without effect
 NEUTRAL = {OFFSET: 0.0, IMPORTANCE: 1.0}
-STORED = {KV8: SCALES, KV4: tuple(NEUTRAL)}
 
 
 def kv_tensors(kv: str | None, family: Family, config: Any) -> dict[str, Tensor]:
@@ -51,7 +50,7 @@ def kv_tensors(kv: str | None, family: Family, config: Any) -> dict[str, Tensor]
             f"{kv}: a head dimension of {dim} is odd, 4-bit codes are packed two a byte"
         )
     each = torch.empty(heads, dim, dtype=torch.float32, device="meta")
-    return {cache.tensor(name): each for name in STORED.get(quantizer, ())}
+    return {cache.tensor(name): each for name in quantizer.constants}
 
 
 def missing_kv_tensors(kv: str | None, config: Any, stored: Container[str]) -> list[str]:

@@ -53,6 +53,8 @@ class KVQuantizer(ABC):
     bits: ClassVar[int]
     #: whether its scales are constants of the model, from calibration
     static: ClassVar[bool] = False
+    #: names of the tensors ``[H, D]`` that a checkpoint stores for it in each block
+    constants: ClassVar[tuple[str, ...]] = ()
     #: tokens that are quantized together; a cache keeps fewer in 16 bits
     tokens: int = 1
 
@@ -78,6 +80,7 @@ class KV8(KVQuantizer):
     name = "kv8"
     bits = 8
     static = True
+    constants = "k_scale", "v_scale"
 
     def __init__(self, scale: Tensor) -> None:
         self.scale = scale
@@ -120,6 +123,7 @@ class KV4(KVQuantizer):
 
     name = "kv4"
     bits = 4
+    constants = "k_offset", "k_importance"
 
     def __init__(self, offset: Tensor | None = None, importance: Tensor | None = None) -> None:
         self.offset, self.importance = offset, importance

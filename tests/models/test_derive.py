@@ -16,11 +16,10 @@ from qtool.models import Family, Heads, KVCache, family_of
 from qtool.models.cache_argument import CACHE
 from qtool.models.derived import _derived, cached, derive
 from qtool.models.derived.attention import LOOK_INTO_CACHE
-from qtool.models.derived.cached import ATTRIBUTES
 from qtool.models.derived.facts import STREAM, Kind
 from qtool.models.derived.recorder import Recorder
 from qtool.models.parts import LinearGroup
-from qtool.runtime.packed_kv import STORED, kv_tensors
+from qtool.runtime.packed_kv import kv_tensors
 from tests.conftest import VARIANTS, MakeModel, needs_class, needs_transformers
 from tests.models.tiny import tiny_config
 
@@ -217,7 +216,6 @@ def test_a_quantized_cache_is_refused_where_its_tensors_would_take_a_name_that_i
     """MiMo-V2 multiplies values by a number of its config, ``v_scale``."""
     family = family_of(tiny_config("mimo_v2_flash").to_dict())
     assert family.refuses["kv"] == "its self_attn has a v_scale of another meaning"
-    assert {name for names in STORED.values() for name in names} == set(ATTRIBUTES)
 
 
 def test_an_output_projection_in_16_bits_says_why_keys_are_not_smoothed() -> None:

@@ -19,7 +19,6 @@ from qtool.pipeline import quantize as pipeline
 from qtool.pipeline.quantize import Calibration
 from qtool.pipeline.recipe_fit.family_recipe import for_family
 from qtool.recipes import LayerRule, Recipe, Step
-from qtool.runtime.packed_kv import STORED
 from qtool.schemes.kv import require_kv
 from tests.models import proof
 from tests.models.own import OwnConfig, OwnForCausalLM
@@ -89,7 +88,7 @@ def test_what_calls_the_cache_holds_its_tensors(
     register(monkeypatch)
     source, out = save(how, tmp_path / "source"), tmp_path / "out"
     proof.quantize(source, out, "paper", kv=kv)
-    of_cache = STORED[require_kv(kv)]
+    of_cache = require_kv(kv).constants
     assert [name for name in Checkpoint(out).entries if name.endswith(of_cache)] == [
         f"model.layers.{n}.{module}{name}" for n in range(3) for name in of_cache
     ]

@@ -25,6 +25,7 @@ from qtool.models.derived.forward import few_ids, on_random_numbers
 from qtool.models.derived.recorded import SHAPE, Recorded
 from qtool.models.experts import is_experts
 from qtool.models.parts import KVCache
+from qtool.schemes.kv import KV_QUANTIZERS
 
 #: what transformers has in a cache for a block whose keys and values can be replaced
 LAYERS = (
@@ -33,8 +34,6 @@ LAYERS = (
     DynamicIndexedLayer,
     LinearAttentionAndFullAttentionLayer,
 )
-#: the attributes that tensors of a quantized cache become (:mod:`qtool.runtime.packed_kv`)
-ATTRIBUTES = ("k_scale", "v_scale", "k_offset", "k_importance")
 
 
 class Given(NamedTuple):
@@ -115,8 +114,9 @@ class KVCaches:
                 f"it is given keys {list(keys)} and values {list(values)}, where both should be"
                 f" [{SHAPE[0]}, heads, {SHAPE[1]}, head size]"
             )
-        for attribute in ATTRIBUTES:
-            if hasattr(self.recorded.model.get_submodule(module), attribute):
+        owner = self.recorded.model.get_submodule(module)
+        for attribute in (name for kv in KV_QUANTIZERS.values() for name in kv.constants):
+            if hasattr(owner, attribute):  # a tensor of a quantized cache would take its place
                 return f"its {name or 'block'} has a {attribute} of another meaning"
         argument = _argument(self.recorded.model.get_submodule(self._prefix(number)[:-1]))
         if not argument:
