@@ -23,6 +23,7 @@ from qtool.models.conv1d import replace_conv1d
 from qtool.models.experts import SeparateExperts, linear_of, separate_experts
 from qtool.runtime.kv_cache import quantize_kv, require_scales
 from qtool.runtime.linear import QuantLinear
+from qtool.runtime.packed_linears import PackedLinears
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -109,18 +110,16 @@ class QtoolQuantizer(HfQuantizer):
 
 def replace_linears(model: PreTrainedModel, format: CheckpointFormat) -> None:
     """Put an empty QuantLinear (on the linear's device) wherever ``format`` says so."""
-    config = model.config.get_text_config(decoder=True)
-    family = family_of(model.config)
+    linears = PackedLinears(model.config.to_dict(), format)
+    blocks = linears.family.blocks
     # AutoModel leaves the head out, and its prefix
-    if family.blocks not in dict(model.named_modules()):
+    if blocks not in dict(model.named_modules()):
         raise QtoolError(
-            f"{type(model).__name__} has no {family.blocks}: load a native checkpoint as a causal "
+            f"{type(model).__name__} has no {blocks}: load a native checkpoint as a causal "
             "language model (AutoModelForCausalLM)"
         )
-    for name in family.all_linears(family.settings(config.to_dict())):
-        linear, linear_format = model.get_submodule(name), format.of(name)
-        if linear_format is None or not isinstance(linear, nn.Linear):
-            continue
+    for name, linear_format in linears.formats().items():
+        linear: Any = model.get_submodule(name)
         quantized = QuantLinear(
             linear.in_features,
             linear.out_features,
