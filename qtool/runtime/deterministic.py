@@ -121,22 +121,23 @@ def attention(
 ) -> Tensor:
     """torch's ``scaled_dot_product_attention`` in float64, without dropout.
 
-    ``[B, Hq, Tq, D]`` for ``query [B, Hq, Tq, D]``. As many heads are computed at once as
-    :data:`SCORES` allows. If ``is_causal``, a query's scores are computed only for the tokens that
-    it sees.
+    ``[B, Hq, Tq, D]`` for ``query [B, Hq, Tq, D]``; B may be absent. As many heads are computed at
+    once as :data:`SCORES` allows. If ``is_causal``, a query's scores are computed only for the
+    tokens that it sees.
     """
+    how = (dropout_p, is_causal, scale, enable_gqa)
+    if query.dim() == 3:
+        return attention(query[None], key[None], value[None], attn_mask, *how)[0]
     (batch, heads, rows, dim), (kv_heads, tokens) = query.shape, key.shape[1:3]
     if attn_mask is None and batch > 1:  # more heads of one item: fewer steps
         query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
-        return attention(query, key, value, None, dropout_p, is_causal, scale, enable_gqa).view(
-            batch, heads, rows, -1
-        )
+        return attention(query, key, value, None, *how).view(batch, heads, rows, -1)
     repeats, factor = heads // kv_heads, dim**-0.5 if scale is None else scale
     step = max(1, SCORES[query.is_cuda] // (repeats * min(rows, ROWS) * tokens))  # kv heads
     out = query.new_empty(batch, heads, rows, value.shape[3])
     mask = None
     if attn_mask is not None:  # [B, H or 1, repeats or 1, Tq, T]
-        mask = attn_mask.expand(batch, -1, rows, tokens)
+        mask = attn_mask[(None,) * (4 - attn_mask.dim())].expand(batch, -1, rows, tokens)
         mask = mask.unflatten(1, (-1, repeats if mask.shape[1] > 1 else 1))
     for item, head in product(range(batch), range(0, kv_heads, step)):
         k, v = (x[item, head : head + step].double() for x in (key, value))

@@ -199,3 +199,16 @@ def test_attention_is_torchs(
         torch.testing.assert_close(
             attention(query, key, value, given, **how), want, rtol=1e-6, atol=1e-7
         )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [None, (5, 7), (1, 7), (4, 5, 7), (1, 5, 7)])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_attention_takes_all_shapes_that_torchs_takes(
+    batch: tuple[int, ...], shape: tuple[int, ...] | None
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(*batch, 4, 5, 8, generator=random)
+    key = torch.randn(*batch, 4, 7, 8, generator=random)
+    mask = None if shape is None else torch.randn(shape, generator=random)
+    want = functional.scaled_dot_product_attention(query, key, key, mask)
+    torch.testing.assert_close(attention(query, key, key, mask), want, rtol=1e-5, atol=1e-6)
