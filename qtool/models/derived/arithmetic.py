@@ -72,9 +72,9 @@ def _with_others(
 
 def kind_of(name: str, fact: Fact, operand: Any, other: Facts, *, divisor: bool) -> Kind:
     """The kind of ``fact`` after ``operand`` multiplies the value or is added to it."""
+    if name == "div" and divisor:
+        return Kind.ORDERED
     if name in ("mul", "div"):
-        if name == "div" and divisor:
-            return Kind.ORDERED
         return _coefficient(fact, operand)
     if not isinstance(operand, Tensor):
         return Kind.LINEAR if operand == 0 else Kind.ORDERED
@@ -88,11 +88,11 @@ def with_itself(recorder: Recorder, name: str, producer: str, fact: Fact, other:
     a, b = fact.channels, other.channels
     if a is None or b is None:
         return Fact(None, Kind.MIXED)
+    linear = name in ("add", "sub") and max(fact.kind, other.kind) <= Kind.SCALED
     if torch.equal(a, b):
-        linear = name in ("add", "sub") and max(fact.kind, other.kind) <= Kind.SCALED
         same = max(fact.kind, other.kind) if linear else Kind.ORDERED
         return recorder.weaker(producer, fact, same)._replace(factor=1.0)
-    if name in ("add", "sub") and max(fact.kind, other.kind) <= Kind.SCALED:
+    if linear:
         recorder.trace.pairs[producer] = torch.stack([a.flatten(), b.flatten()], 1).unique(dim=0)
         return Fact(a, Kind.TURNED)
     recorder.escape({producer: fact}, name)
