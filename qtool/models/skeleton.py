@@ -6,7 +6,8 @@ embedding, masks) is transformers' own code.
 
 import inspect
 import re
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,6 +114,18 @@ def bound_arguments(
     return bound
 
 
+@contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """While open, each of these modules computes its function instead of its own forward."""
+    for module, forward in forwards.items():
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module in forwards:
+            del module.forward
+
+
 def block_arguments(
     model: "PreTrainedModel", family: Family, ids: Tensor
 ) -> tuple[Tensor, list[dict[str, Any] | None]]:
@@ -139,12 +152,7 @@ def block_arguments(
 
         return forward
 
-    for number, block in enumerate(blocks):
-        block.forward = recorder(number, inspect.signature(block.forward))
-    try:
-        with running(), suppress(_LastBlock), OffMeta(ids.device):
-            model.get_submodule(family.text)(input_ids=ids, use_cache=False)
-    finally:
-        for block in blocks:
-            del block.forward
+    forwards = {b: recorder(n, inspect.signature(b.forward)) for n, b in enumerate(blocks)}
+    with running(), suppress(_LastBlock), OffMeta(ids.device), replaced_forwards(forwards):
+        model.get_submodule(family.text)(input_ids=ids, use_cache=False)
     return entered[0], others

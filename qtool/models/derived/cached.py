@@ -6,7 +6,7 @@ quantized cache changes only what it is given.
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from qtool.models.derived.forward import few_ids, on_random_numbers
 from qtool.models.derived.recorded import SHAPE, Recorded
 from qtool.models.experts import is_experts
 from qtool.models.parts import KVCache
+from qtool.models.skeleton import replaced_forwards
 from qtool.schemes.kv import KV_QUANTIZERS
 
 #: what transformers has in a cache for a block whose keys and values can be replaced
@@ -130,20 +131,14 @@ class KVCaches:
 @contextmanager
 def _noted(notes: _Notes) -> Iterator[None]:
     """While open, a model runs, without its stacked experts, and ``notes`` knows what runs."""
-    experts = [module for module in notes.modules if is_experts(module)]
-    # not torch's hooks for all modules: another thread may be running a model of its own
-    handles = [module.register_forward_pre_hook(notes.enter) for module in notes.modules]
-    handles += [module.register_forward_hook(notes.leave) for module in notes.modules]
-    for module in experts:
-        module.forward = lambda hidden, *_, **__: hidden
-    try:
-        with on_random_numbers(notes.modules):
+    unchanged = {m: lambda hidden, *_, **__: hidden for m in notes.modules if is_experts(m)}
+    with ExitStack() as opened:
+        # not torch's hooks for all modules: another thread may be running a model of its own
+        for module in notes.modules:
+            opened.enter_context(module.register_forward_pre_hook(notes.enter))
+            opened.enter_context(module.register_forward_hook(notes.leave))
+        with replaced_forwards(unchanged), on_random_numbers(notes.modules):
             yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in experts:
-            del module.forward
 
 
 def _argument(block: nn.Module) -> str:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import prod
 from typing import Any
@@ -18,7 +18,7 @@ from qtool.models.derived.recorded import IDS, SHAPE, Recorded
 from qtool.models.derived.recorder import Recorder
 from qtool.models.derived.trace import NormCall, Read
 from qtool.models.experts import is_experts
-from qtool.models.skeleton import bound_arguments
+from qtool.models.skeleton import bound_arguments, replaced_forwards
 
 
 class Calls:
@@ -51,22 +51,16 @@ class Calls:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watch the calls while open."""
-        handles = []
-        for module, name in self.names.items():
-            acts_linear(module)  # caches the result, which needs numbers; below there are none
-            handles += [
-                module.register_forward_pre_hook(self._enter, with_kwargs=True),
-                module.register_forward_hook(self._leave, with_kwargs=True),
-            ]
-            if is_experts(module):
-                module.forward = partial(self._experts, name)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        experts = {m: partial(self._experts, n) for m, n in self.names.items() if is_experts(m)}
+        with ExitStack() as opened:
             for module in self.names:
-                module.__dict__.pop("forward", None)
+                acts_linear(module)  # caches the result, which needs numbers; below there are none
+                opened.enter_context(
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                )
+                opened.enter_context(module.register_forward_hook(self._leave, with_kwargs=True))
+            with replaced_forwards(experts):
+                yield
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder, name = self.recorder, self.names.get(module, "")

@@ -15,6 +15,7 @@ from qtool.models.derived.passing import PASSED, Passing
 from qtool.models.derived.recorded import IDS, SHAPE, Recorded
 from qtool.models.derived.recorder import Recorder
 from qtool.models.derived.trace import Trace
+from qtool.models.skeleton import replaced_forwards
 
 
 def record(model: Any) -> Recorded:
@@ -152,17 +153,12 @@ def _takes_first(found: Recorded) -> bool:
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         return hidden, *(None,) * (found.outputs - 1)
 
-    modules: Any = found.model.get_submodule(found.blocks)
+    blocks = found.model.get_submodule(found.blocks)
     try:
-        for block in modules:
-            block.forward = forward
-        with RandomNumbers():
+        with replaced_forwards(dict.fromkeys(blocks, forward)), RandomNumbers():
             found.text_model(input_ids=few_ids(found.text_model), use_cache=False)
     except (ValueError, IndexError, TypeError, AttributeError):
         return False
-    finally:
-        for block in modules:
-            block.__dict__.pop("forward", None)
     return True
 
 
