@@ -626,11 +626,9 @@ def load(
 
         model, tokenizer = qtool.load("demo-lqq"), qtool.load_tokenizer("demo-lqq")
     """
-    from qtool.io.model_directory import directory_of
     from qtool.runtime.load import load as loaded
 
-    directory = directory_of(model)
-    return loaded(directory, device=device, device_map=device_map, dtype=dtype, kv=kv)
+    return loaded(model, device=device, device_map=device_map, dtype=dtype, kv=kv)
 
 
 def load_tokenizer(model: Name) -> PreTrainedTokenizerBase:
@@ -639,10 +637,9 @@ def load_tokenizer(model: Name) -> PreTrainedTokenizerBase:
     Raises:
         QtoolError: if there is none.
     """
-    from qtool.io.model_directory import directory_of
     from qtool.runtime.load import load_tokenizer as loaded
 
-    return loaded(directory_of(model))
+    return loaded(model)
 
 
 def schemes() -> list[tuple[str, str, str]]:

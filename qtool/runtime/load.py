@@ -1,6 +1,7 @@
 """``load``: a native checkpoint as a transformers model that runs the packed weights."""
 
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ UNLOADABLE = (
 
 
 def load(
-    model: str | Path | Checkpoint,
+    model: str | PathLike[str] | Checkpoint,
     *,
     device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
@@ -66,8 +67,8 @@ def load(
     ``generate(cache_implementation="dynamic")`` decodes as transformers does by default.
 
     Args:
-        model: a directory, a hub id, or ``demo``; a :class:`~pathlib.Path` is a directory. A
-            :class:`Checkpoint` gives its own tensors, with an adapter merged.
+        model: a directory, a hub id, or ``demo``; a path is a directory. A :class:`Checkpoint`
+            gives its own tensors, with an adapter merged.
         device: where it runs: ``cpu``, ``cuda`` or ``cuda:N``.
         device_map: instead of ``device``, transformers' placement on several devices, such as
             ``auto``.
@@ -126,7 +127,7 @@ def _made_fast(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch_defaults()
 def load_as_stored(
-    model: str | Path | Checkpoint,
+    model: str | PathLike[str] | Checkpoint,
     *,
     device: str | torch.device = "cpu",
     device_map: str | dict[str, Any] | None = None,
@@ -241,7 +242,7 @@ def _complete(path: str | Path, model: PreTrainedModel, info: dict[str, Any]) ->
     return model
 
 
-def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str | PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer of ``model``: a directory, a hub id, or ``demo``.
 
     Raises:
