@@ -137,12 +137,10 @@ def load_as_stored(
     """The model of :func:`load` without merged linears, fused norms and CUDA graphs."""
     plugins.load()  # before the model is made: a plugin may hold its class
     path = model.directory if isinstance(model, Checkpoint) else directory_of(model)
-    if not (path / "config.json").is_file():
-        raise QtoolError(f"{path}: no config.json; expected a model directory")
+    config = read_config(path)
     cast = None if dtype is None else require_dtype("dtype", dtype)
     where, calibrated = require_device(device), kv is not None and require_kv(kv).static
     source = model if isinstance(model, Checkpoint) else None
-    config = read_config(path)
     if config_class(config["model_type"]) is None:
         family_of(config)  # its error names the plugins that the checkpoint was made with
     if source is None and plain_config(config)[1]:

@@ -251,3 +251,11 @@ def test_a_damaged_quantization_config_is_a_sentence(damage: Any, said: str, cop
         config["quantization_config"] = None
     with pytest.raises(QtoolError, match=said):
         native_format(config)
+
+
+def test_a_directory_without_a_model_says_what_it_holds(tmp_path: Path) -> None:
+    with pytest.raises(QtoolError, match=r"no config\.json; expected a Hugging Face model dir"):
+        load(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(QtoolError, match=r"is an adapter \(LoRA\), not a model: pass its base"):
+        load(tmp_path)
