@@ -13,11 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
-from transformers import AutoConfig
 
 from qtool.eval.engine import Engine
 from qtool.models import Heads
 from qtool.models.architecture import context_length
+from qtool.models.auto import config_of
 from qtool.serving.vllm.engine import (
     EVALUATED,
     FIXED_CACHE,
@@ -66,7 +66,7 @@ class VllmModel(Engine):
         self, directory: Path, *, tokens: int | None, dtype: str | None, tensor_parallel: int
     ) -> None:
         self.directory = directory
-        text = AutoConfig.from_pretrained(directory).get_text_config()
+        text = config_of(directory).get_text_config()
         self.vocabulary = text.vocab_size
         self.context_length = context_length(text)
         lengths = [length for length in (tokens, self.context_length) if length is not None]

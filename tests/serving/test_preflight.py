@@ -20,7 +20,7 @@ from qtool.format import CheckpointFormat, LinearFormat, Rule, native_format
 from qtool.io.source import Checkpoint, read_config
 from qtool.models import Family, family_of
 from qtool.runtime.packed_linears import PackedLinears
-from qtool.serving.evaluate import CACHED_WINDOWS, cache_bytes
+from qtool.serving.evaluate import CACHED_WINDOWS, VllmModel, cache_bytes
 from qtool.serving.preflight import (
     cache_refused,
     require_gpus,
@@ -104,6 +104,12 @@ def test_latent_projections_are_on_every_gpu() -> None:
     split = family.at(settings, 0).tensor_parallel(settings, 2)
     assert split["self_attn.kv_a_proj_with_mqa"] == split["self_attn.q_a_proj"] == (1, 1)
     assert split["self_attn.q_b_proj"] == (2, 1) and split["self_attn.o_proj"] == (1, 2)
+
+
+def test_a_model_that_transformers_does_not_know_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    with pytest.raises(QtoolError, match=r"transformers cannot make the model of config\.json"):
+        VllmModel(tmp_path, tokens=8, dtype=None, tensor_parallel=1)
 
 
 def test_shares_that_are_no_tiles_name_the_linear(native: Native) -> None:
