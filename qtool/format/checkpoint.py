@@ -221,6 +221,8 @@ def _rule(rule: dict[str, Any], made_with: str) -> Rule:
     match = rule.pop("match")
     if not rule["scheme"]:
         return Rule(match, None)
+    if "rotated" in rule:  # rotated linears are listed beside the rules
+        raise TypeError(f"rotated {rule['rotated']!r} in a rule")
     linear_format = LinearFormat(**rule)
     _typed("group_size", linear_format.group_size, int | None)
     scale_dtype = getattr(torch, str(linear_format.scale_dtype), None)

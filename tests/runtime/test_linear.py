@@ -150,7 +150,7 @@ def test_the_format_survives_json() -> None:
     rule = written.to_dict()["rules"][1]
     damaged: list[tuple[str, Any]] = [("scale_dtype", "float31"), ("scale_dtype", "int8")]
     damaged += [("scale_dtype", None), ("scale_dtype", ["float16"])]
-    damaged += [("group_size", True), ("group_size", "32")]
+    damaged += [("group_size", True), ("group_size", "32"), ("rotated", True)]
     fields: list[tuple[str, Any]] = [(key, {"rules": [rule | {key: bad}]}) for key, bad in damaged]
     fields += [("permuted", {"permuted": [["down"]]}), ("rotated", {"rotated": "down"})]
     fields += [("rotated", {"rotated": None}), ("tower_names", {"tower_names": ["model.tower"]})]
