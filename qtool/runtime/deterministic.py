@@ -133,7 +133,8 @@ def attention(
         query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
         return attention(query, key, value, None, *how).view(batch, heads, rows, -1)
     repeats, factor = heads // kv_heads, dim**-0.5 if scale is None else scale
-    step = max(1, SCORES[query.is_cuda] // (repeats * min(rows, ROWS) * tokens))  # kv heads
+    scores_of_head = max(1, repeats * min(rows, ROWS) * tokens)  # of a kv head
+    step = max(1, SCORES[query.is_cuda] // scores_of_head)
     out = query.new_empty(batch, heads, rows, value.shape[3])
     mask = None
     if attn_mask is not None:  # [B, H or 1, repeats or 1, Tq, T]

@@ -212,3 +212,4 @@ def test_attention_takes_all_shapes_that_torchs_takes(
     mask = None if shape is None else torch.randn(shape, generator=random)
     want = functional.scaled_dot_product_attention(query, key, key, mask)
     torch.testing.assert_close(attention(query, key, key, mask), want, rtol=1e-5, atol=1e-6)
+    assert attention(query[..., :0, :], key, key).shape == (*batch, 4, 0, 8)
