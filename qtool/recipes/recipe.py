@@ -214,8 +214,9 @@ def as_yaml(recipe: Recipe) -> str:
 
 def _layer(rule: Any, where: str) -> LayerRule:
     _require_known(rule, LAYER_KEYS, f"{where}, layers")
-    if ("match" in rule) == ("roles" in rule):
-        raise QtoolError(f"{where}: a layer rule has either match or roles, found {sorted(rule)}")
+    given = sorted(key for key, value in rule.items() if value is not None)
+    if ("match" in given) == ("roles" in given):
+        raise QtoolError(f"{where}: a layer rule has either match or roles, found {given}")
     if "scheme" not in rule:
         raise QtoolError(
             f"{where}: a layer rule without scheme, found {sorted(rule)}; "
@@ -301,7 +302,7 @@ def _step(step: Any, where: str) -> Step:
         return Step(step, {})
     if isinstance(step, Mapping) and len(step) == 1:
         ((name, options),) = step.items()
-        if isinstance(name, str) and isinstance(options or {}, Mapping):
+        if isinstance(name, str) and isinstance(options, Mapping | None):
             return Step(name, dict(options or {}))
     raise QtoolError(
         f"{where}: a step is a method's name or {{name: {{option: value}}}}, found {step!r}"

@@ -291,6 +291,11 @@ def test_the_cap_on_8_bit_blocks_reaches_the_method() -> None:
         ("layers: [{match: .*, scheme: w8a8}]\nlayers: []", "line 2: the key 'layers' is there"),
         ("a: " + 2000 * "[", "own.yaml: nested too deeply"),
         ("layers: [{match: .*, scheme: w4a4-g128}]", "say scheme: w4a4, group_size: 128"),
+        ("layers: [{match: null, scheme: w8a8}]", r"either match or roles, found \['scheme'\]"),
+        (
+            "layers: [{match: .*, scheme: w8a8}]\ntransforms: [{online-hadamard: false}]",
+            "a step is .*, found {'online-hadamard': False}",
+        ),
     ],
 )
 def test_what_no_recipe_says(content: str, message: str, tmp_path: Path) -> None:
