@@ -122,6 +122,15 @@ def test_what_no_damping_makes_positive_definite_is_refused(sign: float) -> None
         gptq.gptq(torch.randn(8, 128), get("w4a16"), hessian=hessian)
 
 
+def test_a_hessian_may_be_of_any_dtype() -> None:
+    weight, x = torch.randn(8, 128), torch.randint(-3, 4, (64, 128)).double()
+    hessian, scheme = 2 * x.T @ x + torch.eye(128), get("w4a16")  # integers, also in float16
+    codes, _ = gptq.gptq(weight, scheme, hessian=hessian.float())
+    for dtype in (torch.float16, torch.float64):
+        same, _ = gptq.gptq(weight, scheme, hessian=hessian.to(dtype))
+        assert torch.equal(same, codes)
+
+
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_inputs_that_are_no_numbers_are_refused(value: float, scheme: str) -> None:

@@ -172,8 +172,8 @@ def gptq(
 
     Args:
         inputs: ``X [M, K]`` of the linear, before the scheme's activation quantizer.
-        hessian: instead of ``inputs``, ``2 X^T X [K, K]`` float32 of inputs that the activation
-            quantizer has quantized and dequantized.
+        hessian: instead of ``inputs``, ``2 X^T X [K, K]`` of inputs that the activation quantizer
+            has quantized and dequantized.
         options: the defaults if None.
 
     Raises:
@@ -197,14 +197,15 @@ def gptq(
         raise QtoolError("gptq: give either inputs or hessian")
     _require_shapes(weight, inputs, hessian)
     weight = weight.float()
-    if inputs is not None:
+    if hessian is not None:
+        moments = Hessian.of(hessian.float())
+    else:
+        assert inputs is not None
         if not torch.isfinite(inputs).all():  # a quantizer would make numbers of them
             raise QtoolError("gptq: the inputs hold NaN or Inf")
         moments = Hessian(weight.shape[1], weight.device)
         moments.add(scheme.fake_activation(inputs, scheme.fit(weight)))
         moments.complete()
-    else:
-        moments = Hessian.of(hessian)  # type: ignore[arg-type]
     (solution,) = solve([Problem(scheme, weight, moments)], options or GptqOptions())
     return solution.codes, solution.params
 
