@@ -258,11 +258,12 @@ def smooth_factors(
             f"smooth_factors: weights {shapes[:-1]}, inputs {shapes[-1]} and {len(schemes)} schemes"
             " are given; weights [N, K], inputs [T, K] and a scheme for each weight are expected"
         )
-    if not torch.isfinite(inputs).all():
-        raise QtoolError("smooth_factors: the inputs hold NaN or Inf")
     inputs = inputs.float()
     x_amax = inputs.abs().amax(0)
     w_amax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float()
+    for name, amax in (("inputs", x_amax), ("weights", w_amax)):
+        if not torch.isfinite(amax).all():
+            raise QtoolError(f"smooth_factors: the {name} hold NaN or Inf")
     factors, values = best_factors(
         lambda: (
             (scheme, weight[None].float(), False)

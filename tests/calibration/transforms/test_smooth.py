@@ -44,6 +44,8 @@ def test_what_smooth_factors_cannot_take_is_named():
             smooth_factors(weights, inputs, schemes)
     with pytest.raises(QtoolError, match="the inputs hold NaN or Inf"):
         smooth_factors([weight], x * float("nan"), [scheme])
+    with pytest.raises(QtoolError, match="the weights hold NaN or Inf"):
+        smooth_factors([weight, weight * float("inf")], x, [scheme, scheme])
 
 
 def rounding_error(block, batches):
