@@ -1203,8 +1203,8 @@ FAULTS = [
         ),
         (
             "qtool/pipeline/recipe_fit/layer_rules.py",
-            "if not shadowed:",
-            "if not unused:",
+            "if number in hold:",
+            "if any(map(rule.search, names)):",
             "tests/recipes/test_recipe.py",
         ),
         (

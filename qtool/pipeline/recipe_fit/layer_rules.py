@@ -32,27 +32,21 @@ def require_matches(recipe: Recipe, names: Sequence[str]) -> None:
     if recipe.built_in:  # built-in rules name the linears of every family
         return
     rules = [re.compile(rule.match) for rule in recipe.layers]
-    unused, shadowed = dict.fromkeys(range(len(rules))), dict.fromkeys(range(len(rules)))
+    hold = {next((i for i, rule in enumerate(rules) if rule.search(name)), None) for name in names}
     roles = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    for name in names:
-        matching = [number for number, rule in enumerate(rules) if rule.search(name)]
-        for number in matching:
-            unused.pop(number, None)
-        if matching:
-            shadowed.pop(matching[0], None)
-        if not shadowed:
-            break
-    for number in shadowed:
-        rule = f"layer rule {number + 1} ({recipe.layers[number]})"
-        if number in unused:
+    for number, rule in enumerate(rules):
+        if number in hold:
+            continue
+        which = f"layer rule {number + 1} ({recipe.layers[number]})"
+        if any(map(rule.search, names)):
             raise QtoolError(
-                f"{recipe.scheme}: {rule} matches no linear of the model; what may be quantized is "
-                f"called like {names[0]}, with the roles {', '.join(roles)}; "
-                "embedding and head stay in 16 bits"
+                f"{recipe.scheme}: {which} never holds: earlier rules match every linear that it "
+                "does; put it before them or leave it out"
             )
         raise QtoolError(
-            f"{recipe.scheme}: {rule} never holds: earlier rules match every linear that it does; "
-            "put it before them or leave it out"
+            f"{recipe.scheme}: {which} matches no linear of the model; what may be quantized is "
+            f"called like {names[0]}, with the roles {', '.join(roles)}; "
+            "embedding and head stay in 16 bits"
         )
     for number, layer in enumerate(recipe.layers, 1):
         for role in layer.roles:
