@@ -222,7 +222,7 @@ class Job(Architecture):
 
         Blocks are equal if they have the same tensors and store them in the same formats.
         """
-        firsts: dict[Any, int] = {}
+        firsts: dict[Hashable, int] = {}
         return [firsts.setdefault(self._kind(block), block) for block in range(self.blocks)]
 
     @property
@@ -232,8 +232,6 @@ class Job(Architecture):
 
     def _kind(self, block: int) -> Hashable:
         family = self.block_family(block)
-        if self.format.rules[0].match == ".*":  # one format for all linears of all blocks
-            return family
         return family, *(self.format.of(self.full(block, name)) for name in family.linears())
 
     def linears(self, block: int) -> dict[str, tuple[int, int]]:
