@@ -16,8 +16,9 @@ def jacobsthal(q: int) -> Tensor:
 
     ``chi`` is the quadratic character: 1 for a square, -1 for a non-square, 0 for zero.
     """
-    p, k = prime_power(q) or (q, 1)
-    # coefficients, constant term last
+    found = prime_power(q)
+    assert found is not None
+    p, k = found
     elements = torch.cartesian_prod(*[torch.arange(p)] * k).reshape(q, k)
     place = p ** torch.arange(k - 1, -1, -1)
     character = torch.full((q,), -1, dtype=torch.int8)
@@ -58,8 +59,6 @@ def _multiply(a: list[int], b: list[int], p: int, low: tuple[int, ...]) -> list[
 @cache
 def prime_power(q: int) -> tuple[int, int] | None:
     """``(p, k)`` with ``q = p^k``, or None."""
-    p = next((d for d in range(2, math.isqrt(max(q, 0)) + 1) if q % d == 0), q)
-    k, rest = 0, q
-    while q > 1 and rest % p == 0:
-        rest, k = rest // p, k + 1
-    return (p, k) if q > 1 and rest == 1 else None
+    p = next((d for d in range(2, math.isqrt(q) + 1) if q % d == 0), q)  # the least prime factor
+    k = round(math.log(q, p)) if p > 1 else 0
+    return (p, k) if k and p**k == q else None
