@@ -285,7 +285,10 @@ class BuiltBlocks:
         """Block ``index`` with the weights of the source, and the formats of its linears."""
         job = self.job
         with phase("read"):
-            weights = self._moved(self.read_ahead.block(index, following))
+            weights = {
+                n: w.to(self.device, non_blocking=True)
+                for n, w in self.read_ahead.block(index, following).items()
+            }
             module = self._module(index, weights)
             # if the source has some tensors in float32 (a router's bias), the module rounds them
             floats = weights.items() if self.compute != torch.float32 else ()
@@ -349,34 +352,22 @@ class BuiltBlocks:
             name.removeprefix(prefix): tensor.to(self.device) for name, tensor in stored.items()
         }
         with phase("pack"):
-            block = self._unpacked(index, parts)
+            weights = {  # packed linears stay on meta until they are installed
+                n: parts[n] if n in parts else torch.empty(s, dtype=self.compute, device="meta")
+                for n, s in job.block_shapes(index).items()
+            }
+            module = self._module(index, weights)
+            block = Block(index, module, job.block_family(index), job.namespace, {})
+            install_packed(block, job, parts, self.device)
         if self.device.type == "cuda":
             self.read_ahead.move(self.device)
         with quantized_kv(block, job.format.kv, parts):
             propagate(block, self.batches)
         _empty(block.module)
 
-    def _unpacked(self, index: int, parts: Mapping[str, Tensor]) -> Block:
-        """Block ``index`` made of its stored tensors ``parts``, by their names within it."""
-        job = self.job
-        weights = {
-            n: parts[n] if n in parts else torch.empty(s, dtype=self.compute, device="meta")
-            for n, s in job.block_shapes(index).items()
-        }
-        module = self._module(index, self._moved(weights))
-        block = Block(index, module, job.block_family(index), job.namespace, {})
-        install_packed(block, job, parts, self.device)
-        return block
-
     def close(self) -> None:
         """Stop reading ahead."""
         self.read_ahead.close()
-
-    def _moved(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``weights`` on the device; those on ``meta`` stay there."""
-        return {
-            n: w if w.is_meta else w.to(self.device, non_blocking=True) for n, w in weights.items()
-        }
 
     def _module(self, index: int, weights: Mapping[str, Tensor]) -> torch.nn.Module:
         """Block ``index`` of the skeleton with ``weights``, by their names within the block.
