@@ -4,7 +4,7 @@
 """
 
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from qtool.data.mix import CalibrationMix, count_windows
 from qtool.distributed import ranks
@@ -17,6 +17,7 @@ from qtool.models.torch_defaults import torch_defaults
 from qtool.pipeline.given_model import Name, config_directory, config_of
 from qtool.pipeline.job import Job
 from qtool.pipeline.options import QuantizeOptions
+from qtool.pipeline.planning.estimate import H200
 from qtool.pipeline.planning.plan import Plan, plan, require_devices
 from qtool.pipeline.planning.repack import plan_repack
 from qtool.pipeline.quantize import job_of, require_made
@@ -46,10 +47,8 @@ def plan_model(
     Raises:
         QtoolError: what :func:`qtool.pipeline.run.run` would refuse for model, recipe or shapes.
     """
-    memory: dict[str, Any] = {}
     if device_memory is not None:
         require_positive("--device-memory", device_memory)
-        memory = {"device_memory": device_memory * 1e9}
     samples, config = count_windows(text, options.samples), config_of(model)
     source = None
     if isinstance(model, str | PathLike):
@@ -70,7 +69,7 @@ def plan_model(
         job,
         samples,
         options.seqlen,
-        **memory,
+        H200.memory if device_memory is None else device_memory * 1e9,
         device=device,
         gpus=gpus,
         place=options.activations,
