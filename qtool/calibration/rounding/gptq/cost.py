@@ -10,7 +10,7 @@ from qtool.calibration.cost import GRADIENTS, BlockShape, Shapes, Work, stacked
 from qtool.calibration.kept_outputs import KeptOutputs, Room
 from qtool.calibration.rounding.gptq.columns import PANEL
 from qtool.calibration.rounding.gptq.gptq import REFITTED_ROWS, GptqOptions
-from qtool.calibration.rounding.gptq.hessian import panels
+from qtool.calibration.rounding.gptq.hessian import summed_elements
 from qtool.calibration.rounding.gptq.memory import (
     hessians_at_once,
     hessians_in_turn,
@@ -112,10 +112,9 @@ def _solving(options: GptqOptions, block: BlockShape, groups: Sequence[LinearGro
     if groups[0].routed and problems:
         together = problems_at_once(*problems[0])  # experts are alike
     for n, k in problems:
-        moments = sum(rows.stop * (columns.stop - columns.start) for rows, columns in panels(k))
         corrections = 2 * n * k if writes else compares * k * k
         found += Work(
-            hessian_flops=2 * tokens * (moments + corrections),
+            hessian_flops=2 * tokens * (summed_elements(k) + corrections),
             rounding_flops=(1 / 3 + 2 * compares) * k**3 + n * k * k * (5 + 6 * options.rounds),
             # a panel's scales take about as long as two sweeps over it
             rounding_panels=-(-k // PANEL) * (1 + 3 * options.rounds) / together,
@@ -132,11 +131,10 @@ def _outputs(options: GptqOptions, block: BlockShape) -> Work:
     share = sequences_of(block.samples, block.seqlen) / block.samples
     found = Work(forward_flops=GRADIENTS * share * block.forward_flops())
     for n, k, problems in _sharing(block):
-        summed = sum(r.stop * (c.stop - c.start) for r, c in panels(n))
         panels_more = (CHUNKS - 1) * -(-k // PANEL) * (1 + 3 * options.rounds)
         turns = -(-problems // problems_at_once(n, k))
         found += Work(
-            hessian_flops=2 * share * block.tokens * summed,
+            hessian_flops=2 * share * block.tokens * summed_elements(n),
             # half of a product of all rows with all others, less what is inside a chunk
             rounding_flops=n**3 / 3 + problems * (1 - 1 / CHUNKS) * n * n * k,
             rounding_panels=turns * panels_more / CHUNK_PANELS,

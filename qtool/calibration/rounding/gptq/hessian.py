@@ -31,8 +31,7 @@ class Hessian:
 
     def __init__(self, k: int, device: torch.device, drift: bool = False, hidden: int = 0) -> None:
         self.panels = list(panels(k))
-        upper = sum(rows.stop * (columns.stop - columns.start) for rows, columns in self.panels)
-        self._sums = {"h": ranks.OrderedSum(upper, device, room=k * k)}
+        self._sums = {"h": ranks.OrderedSum(summed_elements(k), device, room=k * k)}
         for name, size in {"d": k * k * drift, "s": hidden * k}.items():
             if size:
                 self._sums[name] = ranks.OrderedSum(size, device)
@@ -146,6 +145,11 @@ def panels(k: int) -> Iterator[tuple[slice, slice]]:
     for start in range(0, k, width):
         stop = min(start + width, k)
         yield slice(0, stop), slice(start, stop)
+
+
+def summed_elements(k: int) -> int:
+    """The number of elements of ``H [K, K]`` that are summed: those of its :func:`panels`."""
+    return sum(rows.stop * (columns.stop - columns.start) for rows, columns in panels(k))
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
