@@ -101,7 +101,6 @@ def keeping_outputs(block: Block, names: Iterable[str]) -> Iterator[dict[str, Te
         yield outputs
 
 
-@torch.no_grad()
 def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
     """The block's output ``[B, S, H]`` for one batch; ``extra`` arguments reach the block.
 
@@ -111,7 +110,6 @@ def run(block: Block, batch: Batch, **extra: Any) -> Tensor:
     return hand_on(block, batch, **extra)[HIDDEN]
 
 
-@torch.no_grad()
 def hand_on(
     block: Block, batch: Batch, observers: Mapping[str, Observer] | None = None, **extra: Any
 ) -> dict[str, Tensor]:
@@ -122,7 +120,6 @@ def hand_on(
     return _observe(block, batch, observers or {}, to_end=True, **extra)
 
 
-@torch.no_grad()
 def observe(
     block: Block, batches: Sequence[Batch], observers: Mapping[str, Observer], **extra: Any
 ) -> None:
@@ -231,6 +228,7 @@ def _forward_if_it_fits(block: Block, batch: Batch, **extra: Any) -> dict[str, T
     return None
 
 
+@torch.no_grad()
 def _observe(
     block: Block,
     batch: Batch,
