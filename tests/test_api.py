@@ -284,14 +284,15 @@ def test_a_default_device_of_the_caller_is_not_that_of_a_run(tmp_path: Path) -> 
     assert results == qtool.evaluate(["demo"], native, limit=1, seqlen=64)[0]
 
 
+@pytest.mark.parametrize("room", [100, 10_000])  # not for config.json, not for the weights
 def test_a_disk_without_room_for_a_model_in_memory_is_named(
-    make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: int, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, full = AutoModelForCausalLM.from_pretrained(make_model()), tmp_path / "full"
     full.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(full))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         with pytest.raises(QtoolError, match=f"cannot be saved in {full}/.*File too large"):
             qtool.quantize(model, "w4a16", device="cpu")

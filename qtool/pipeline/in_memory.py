@@ -83,17 +83,16 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
     if model.device.type == "meta" and not hasattr(model, "hf_device_map"):  # nor offloaded
         raise QtoolError("the model in memory has no weights: it is on the device meta")
     with TemporaryDirectory(prefix="qtool-") as directory:
-        source = Path(directory) / "source"
+        source, tokenizer = Path(directory) / "source", tokenizer or _own_tokenizer(model)
         try:
             model.save_pretrained(source)
-        except SafetensorError as error:  # of the system too
+            if tokenizer is not None:
+                tokenizer.save_pretrained(source)
+        except (OSError, SafetensorError) as error:  # safetensors raises its own of the system
             raise QtoolError(
                 f"the model in memory cannot be saved in {directory} ({in_one_line(error)}); the "
                 "variable TMPDIR names another place for it"
             ) from error
-        tokenizer = tokenizer or _own_tokenizer(model)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(source)
         try:
             yield source
         except QtoolError as error:  # its reader finds that directory no more
