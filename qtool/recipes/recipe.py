@@ -24,6 +24,7 @@ keys. Each variant has its own ``transforms``, ``rounding`` and ``departures``; 
 too; a user's file is a single recipe.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,8 +97,10 @@ def load(scheme: str | None, recipe: str | None = None, *, default: str = "fast"
     """
     if recipe is not None and recipe not in VARIANTS:
         path = expand_home(recipe)
-        if not path.is_file():
-            raise QtoolError(f"--recipe {recipe}: neither a file nor one of {', '.join(VARIANTS)}")
+        if not os.path.isfile(path):  # Path.is_file raises where a name is too long
+            raise QtoolError(
+                f"--recipe {in_one_line(recipe)}: neither a file nor one of {', '.join(VARIANTS)}"
+            )
         content = read(path)
         found = parse(content, path.name)
         if scheme is not None:

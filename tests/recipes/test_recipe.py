@@ -304,6 +304,12 @@ def test_what_no_recipe_says(content: str, message: str, tmp_path: Path) -> None
         Job.of(CONFIG, RecipeOverrides().recipe(None, str(file)))
 
 
+def test_the_content_of_a_file_is_no_name_of_one() -> None:
+    content = "layers:\n" + 20 * "- {match: .*, scheme: w8a8}\n"
+    with pytest.raises(QtoolError, match=r"^--recipe layers: - .*\.\.\.: neither a file nor one"):
+        recipes.load(None, content)
+
+
 @pytest.mark.parametrize(("recipe", "message"), [("", "it names no file"), ({}, "layers")])
 def test_an_empty_recipe_is_none(recipe: object, message: str) -> None:
     with pytest.raises(QtoolError, match=message):
