@@ -161,10 +161,6 @@ class Block:
         stored = {**own, **dict(self.module.named_buffers())}
         return {n: self.exact.get(n, t.detach()) for n, t in stored.items() if n in kept}
 
-    def free_exact(self, name: str) -> None:
-        """Free the exact weight of linear ``name``, which is rounded and installed."""
-        self.exact.pop(f"{name}.weight", None)
-
     def update_module(self) -> None:
         """Copy changed exact tensors into the module, except weights of rounded linears."""
         for name, exact in self.exact.items():

@@ -164,9 +164,11 @@ class Windows:
         Raises:
             QtoolError: the device or the host has no room for the whole model.
         """
-        whole, free = _memory(self.device)
+        on_gpu = self.device.type == "cuda"
+        whole, free = gpu_memory(self.device) if on_gpu else host_memory()
+        usable = min((DEVICE_SHARE if on_gpu else HOST_SHARE) * whole, free)
         need = continuation_memory(self.job, len(ids), ids.shape[1], self.device, whole)
-        if short := need.shortage(self.device, free, HOST_SHARE * host_memory()[1]):
+        if short := need.shortage(self.device, usable, HOST_SHARE * host_memory()[1]):
             raise QtoolError(
                 f"the recipe has windows: continued, and to continue calibration windows {short}"
             )
@@ -268,10 +270,3 @@ class OutputJournal(Journal):
 def _batches(ids: Tensor, facts: Mapping[str, Any]) -> Calibration:
     """Windows ``[n, seqlen]`` in batches of about :data:`BATCH_TOKENS` tokens."""
     return Calibration(list(ids.split(max(1, BATCH_TOKENS // ids.shape[1]))), facts)
-
-
-def _memory(device: torch.device) -> tuple[float, float]:
-    """Bytes of ``device``: all, and what a run may use: its share, or less if less is free now."""
-    on_gpu = device.type == "cuda"
-    whole, free = gpu_memory(device) if on_gpu else host_memory()
-    return whole, min((DEVICE_SHARE if on_gpu else HOST_SHARE) * whole, free)

@@ -81,8 +81,12 @@ class RecipeOverrides:
             )
         if recipe is None:
             chosen = recipes.load(scheme, default="paper" if calibrated else "fast")
+        elif isinstance(recipe, Recipe):
+            chosen = recipe
+        elif isinstance(recipe, Mapping):
+            chosen = recipes.parse(recipe, scheme or "recipe")
         else:
-            chosen = _recipe(scheme, recipe)
+            chosen = recipes.load(scheme, str(require_path("recipe", recipe)))
         if reason:
             chosen = replace(chosen, reason=reason)
         if layout is not None:
@@ -235,14 +239,6 @@ def granularity(scheme: str | None, target: str) -> tuple[str, str, str | None]:
         return scheme, f"the W4A8 kernel for {target} reads {layout}", layout
     found = f"{scheme} is alike on every GPU" if scheme else "pass --scheme with one of them"
     raise QtoolError(f"--target chooses for w4a4, w4a8-qoq and w4a8-lqq; {found}")
-
-
-def _recipe(scheme: str | None, recipe: str | PathLike[str] | Mapping[str, Any] | Recipe) -> Recipe:
-    if isinstance(recipe, Recipe):
-        return recipe
-    if isinstance(recipe, Mapping):
-        return recipes.parse(recipe, scheme or "recipe")
-    return recipes.load(scheme, str(require_path("recipe", recipe)))
 
 
 def group_size(name: str, value: int | str) -> int | None:

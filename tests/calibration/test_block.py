@@ -170,7 +170,7 @@ def test_a_16_bit_module_follows_the_exact_weights(block_and_batch: tuple[Block,
     params = block.fit("mlp.up_proj")
     codes = scheme.quantize(block.weight("mlp.up_proj"), params)
     block.install({"mlp.up_proj": Rounded(codes, params)})
-    block.free_exact("mlp.up_proj")
+    block.exact.pop("mlp.up_proj.weight")
     block.weight("mlp.gate_proj").mul_(2)
     run(block, batch)
     assert block.get("mlp.up_proj").weight.dtype == torch.bfloat16

@@ -69,8 +69,10 @@ def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian
     values = scheme.dequantize(codes, params)
     error = target - values
     size = values.shape[1] // (scale.shape[1] if scale.dim() == 2 else 1)
+    width = size * max(1, PANEL // size)  # whole groups
     ratios = []
-    for first, stop in _panels(values.shape[1], size):
+    for first in range(0, values.shape[1], width):
+        stop = min(first + width, values.shape[1])
         panel = slice(first, stop)
         pull, power = coarse_product(error, hessian[:, panel]), _power(values, hessian, panel, size)
         for start, own_power in zip(range(first, stop, size), power.unbind(1), strict=True):
@@ -84,12 +86,6 @@ def refit(scheme: Scheme, params: Params, codes: Tensor, target: Tensor, hessian
             ratios.append(ratio)
     better = scale.float() * torch.stack(ratios, 1).view(scale.shape)
     return params | {name: stored_scale(better.abs(), scale.dtype).copysign(scale)}
-
-
-def _panels(columns: int, size: int) -> list[tuple[int, int]]:
-    """First and last column of panels of whole groups of ``size`` columns."""
-    width = size * max(1, PANEL // size)
-    return [(start, min(start + width, columns)) for start in range(0, columns, width)]
 
 
 def _power(values: Tensor, hessian: Tensor, panel: slice, size: int) -> Tensor:

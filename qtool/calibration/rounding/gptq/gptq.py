@@ -344,11 +344,6 @@ class State:
     params: Params = field(default_factory=dict)
     codes: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    @property
-    def kept_target(self) -> Tensor:
-        """The target ``[N, K]``, 0 where it is pruned, in the order of the weight."""
-        return self.target if self.keep is None else self.target * self.keep[:, self.back]
-
     def solution(self, problem: Problem) -> Solution:
         """The codes and parameters found, in the order of the weight."""
         weight, power = problem.weight, problem.hessian.power
@@ -366,7 +361,8 @@ def prepared(problems: Sequence[Problem], options: GptqOptions) -> list[State]:
     fits_weight = not moved and not problems[0].scheme.sparsity
     fitted = fit(problems, [problem.weight for problem in problems], options) if fits_weight else []
     states = [prepare(problem, options) for problem in problems]
-    fitted = fitted or fit(problems, [s.kept_target for s in states], options)
+    kept = [s.target if s.keep is None else s.target * s.keep[:, s.back] for s in states]
+    fitted = fitted or fit(problems, kept, options)
     for s, params in zip(states, fitted, strict=True):
         s.params = params
     return states

@@ -126,7 +126,7 @@ class Gptq(GptqOptions, Rounding):
             found = self.round_groups(block, reference, turns, groups, tokens, outputs)
             block.install(found)
             for name in found:
-                block.free_exact(name)
+                block.exact.pop(f"{name}.weight", None)  # freed
             rounded |= found
         notes = block.notes.get(self.name, {}).values()
         errors = torch.stack([note["error"] for note in notes]) if notes else torch.empty(0)
