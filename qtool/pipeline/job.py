@@ -92,7 +92,8 @@ class Job(Architecture):
         family = family_of(config)
         require_sizes(family, family.settings(config))
         source_dtype = source_dtype or DTYPES.get(named_dtype(config), torch.float32)
-        recipe = for_family(recipe, family)
+        if recipe.built_in:
+            recipe = for_family(recipe, family)
         job = cls._composed(config, family, recipe, source_dtype, dtype or source_dtype)
         _require_all_fit(job)
         if job.unties:
@@ -131,15 +132,17 @@ class Job(Architecture):
         first: dict[Family, int] = {}  # the first block of each kind
         for block in range(settings.num_hidden_layers):
             first.setdefault(family.at(settings, block), block)
-        shapes = {
-            f"{family.blocks}.{block}.{name}": kind.shape(f"{name}.weight", settings)
-            for kind, block in first.items()
-            for name in kind.linears()
-        }
-        names = list(family.all_linears(settings))
-        require_matches(recipe, names)
-        recipe = for_names(with_unmatched(recipe, names), first)
-        recipe = for_shapes(for_groups(recipe, shapes), shapes)
+        if recipe.built_in:  # its rules name the linears of every family
+            shapes = {
+                f"{family.blocks}.{block}.{name}": kind.shape(f"{name}.weight", settings)
+                for kind, block in first.items()
+                for name in kind.linears()
+            }
+            recipe = for_shapes(for_groups(for_names(recipe, first), shapes), shapes)
+        else:
+            names = list(family.all_linears(settings))
+            require_matches(recipe, names)
+            recipe = with_unmatched(recipe, names)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
         permuted: dict[str, None] = {}  # names in their order, each once
         rotated: dict[str, None] = {}

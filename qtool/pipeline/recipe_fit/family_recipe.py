@@ -13,8 +13,6 @@ HEAD_SHARE = 0.05
 
 def for_family(recipe: Recipe, family: Family) -> Recipe:
     """``recipe`` without methods that ``family`` refuses; ``Recipe.adaptations`` names them."""
-    if not recipe.built_in:
-        return recipe
     for step in recipe.transforms:
         if step.name in family.refuses:
             rest = tuple(other for other in recipe.transforms if other != step)

@@ -24,8 +24,6 @@ def for_groups(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     Args:
         shapes: ``(N, K)`` of the linears of one block of each kind, by full name.
     """
-    if not recipe.built_in:
-        return recipe
     misfits = {
         name: (rule.group_size, shape[1])
         for name, shape in shapes.items()

@@ -1,4 +1,4 @@
-"""Checks that layer rules and their roles match linears; names linears that no rule matches.
+"""Checks that a user's layer rules and roles match linears; names linears that no rule matches.
 
 Otherwise a misspelt role would silently leave its layers in 16 bits.
 """
@@ -12,7 +12,7 @@ from qtool.recipes import Recipe
 
 def with_unmatched(recipe: Recipe, names: Sequence[str]) -> Recipe:
     """``recipe``; ``Recipe.adaptations`` says which linears of ``names`` no rule matches."""
-    left = [] if recipe.built_in else [name for name in names if recipe.rule_of(name) is None]
+    left = [name for name in names if recipe.rule_of(name) is None]
     if not left:
         return recipe
     which = f"{left[0]} and {len(left) - 1} more match" if left[1:] else f"{left[0]} matches"
@@ -29,8 +29,6 @@ def require_matches(recipe: Recipe, names: Sequence[str]) -> None:
         QtoolError: names a rule that matches no linear, or only linears that earlier rules match,
             or a role that no linear has.
     """
-    if recipe.built_in:  # built-in rules name the linears of every family
-        return
     rules = [re.compile(rule.match) for rule in recipe.layers]
     hold = {next((i for i, rule in enumerate(rules) if rule.search(name)), None) for name in names}
     roles = dict.fromkeys(name.rpartition(".")[2] for name in names)

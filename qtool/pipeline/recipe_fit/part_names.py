@@ -16,8 +16,6 @@ from qtool.recipes import LayerRule, Recipe
 
 def for_names(recipe: Recipe, kinds: Collection[Family]) -> Recipe:
     """``recipe`` with rules that also match what the families ``kinds`` of blocks call a part."""
-    if not recipe.built_in:
-        return recipe
     names = {
         role: list(dict.fromkeys(name for family in kinds for name in of_family(family)))
         for role, of_family in (("v_proj", _values), ("down_proj", _downs))

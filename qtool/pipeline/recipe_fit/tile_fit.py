@@ -26,15 +26,13 @@ def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
     Args:
         shapes: ``(N, K)`` of the linears of one block of each kind, by full name.
     """
-    if not recipe.built_in or recipe.layout_is_named:
+    if recipe.layout_is_named:
         return recipe
     misfits: dict[LayerRule, dict[str, None]] = {}
     for name, shape in shapes.items():
         rule = recipe.rule_of(name)
         if rule and rule.scheme and not _fits(rule, *shape):
             misfits.setdefault(rule, {})[role_pattern(name)] = None
-    if not misfits:
-        return recipe
     rules, sentences = [], []
     for rule in recipe.layers:
         if roles := misfits.get(rule):
