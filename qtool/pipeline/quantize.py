@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from qtool.runtime.dispatch import not_served
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.units import bytes_text
 
+if TYPE_CHECKING:  # it imports this module
+    from qtool.pipeline.calibration_windows import Windows
+
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
@@ -52,23 +55,12 @@ class Calibration:
         return self
 
 
-class CalibrationSource(Protocol):
-    """A :class:`Calibration`, or an object that draws one when a run starts."""
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Facts that must be equal for an unfinished run to be resumed."""
-
-    def for_run(self, output: Output) -> Calibration:
-        """The calibration of the run in ``output``, with all facts for qtool.json."""
-
-
 def quantize(
     source: Checkpoint,
     recipe: Recipe,
     out: Path,
     *,
-    calibration: CalibrationSource | None = None,
+    calibration: "Calibration | Windows | None" = None,
     device: str = "cpu",
     resume: bool = False,
     progress: Progress | None = None,
@@ -81,7 +73,8 @@ def quantize(
     The time and memory of the run are written to ``OUT.run.json`` next to it.
 
     Args:
-        calibration: token batches; needed if the recipe has a method that looks at activations.
+        calibration: token batches, or windows that are drawn when the run starts; needed if the
+            recipe has a method that looks at activations.
         resume: continue an unfinished run of the same job.
         progress: called after each shard with (done, total, notes).
         activations: where activations are kept between blocks: ``device``, ``host``, ``disk``, or
@@ -137,7 +130,7 @@ def _prepare(
     specs: Sequence[Mapping[str, Tensor]],
     side_files: Mapping[str, Path],
     job: Job,
-    calibration: CalibrationSource,
+    calibration: "Calibration | Windows",
 ) -> Calibration:
     """Check the disk and draw the calibration; a new run that cannot start leaves nothing."""
     try:
@@ -298,7 +291,7 @@ def _changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _identity(
-    source: Checkpoint, job: Job, calibration: CalibrationSource, device: torch.device
+    source: Checkpoint, job: Job, calibration: "Calibration | Windows", device: torch.device
 ) -> dict[str, Any]:
     """Facts that must be equal for a run to be resumed: all that determines its bytes."""
     return {
