@@ -187,14 +187,11 @@ class QuantizeOptions(RecipeOverrides):
             recipe: recipe of the run.
             text: the calibration text; None: none is given.
         """
-        changes = (
-            *(self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks),
-            *(self.adapter, self.dtype, text),
-        )
+        changes = self.target, self.group_size, self.kv, self.windows, self.max_8bit_blocks
         return (
             "quantization_config" in plain_config(dict(config))[0]
             and (recipe.scheme, recipe.variant) == ("w4a16", "fast")
-            and all(value is None for value in changes)
+            and all(value is None for value in (*changes, self.adapter, self.dtype, text))
         )
 
 
