@@ -117,12 +117,12 @@ def fewest_bits(choices: Sequence[str]) -> Recipe:
 
 def _require_writable(out: Path, facts_file: Path) -> None:
     """Refuse files that could not be written, before the measurements, which take long."""
-    for path in (out, facts_file):
-        if path.exists():
-            raise QtoolError(f"{path} exists already; choose another --out or remove it")
-    if facts_file == out or not out.parent.is_dir():
-        raise QtoolError(f"--out {out}: a YAML file in a directory that exists is expected")
     try:
+        for path in (out, facts_file):
+            if path.exists():
+                raise QtoolError(f"{path} exists already; choose another --out or remove it")
+        if facts_file == out or not out.parent.is_dir():
+            raise QtoolError(f"--out {out}: a YAML file in a directory that exists is expected")
         TemporaryFile(dir=out.parent).close()
     except OSError as error:
         raise QtoolError(f"--out {out}: cannot be written there: {error.strerror}") from error
