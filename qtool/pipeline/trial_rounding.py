@@ -45,33 +45,32 @@ def rounded(
             than :data:`~qtool.calibration.statistics.LEAST_TOKENS` of them is rounded to nearest.
         options: those of GPTQ; None: all linears are rounded to nearest.
     """
-    widest = max(linear(model, names[0]).in_features for names in readers)
     found: dict[Trial, Rounded] = {}
+    widest = max(linear(model, names[0]).in_features for names in readers)
     for some in in_turn(readers, hessians_at_once(widest)):
-        found |= rounded_at_once(model, some, formats, windows, options)
+        inputs: dict[Trial, Input] = {
+            (name, of): (names[0], of.rotated, of.scheme_object.input_quantizer or of)
+            for names in some
+            for name in names
+            for of in formats[name]
+        }
+        hessians = moments(model, inputs, windows) if options else {}
+        found |= solved(model, inputs, hessians, options or GptqOptions())
     return found
 
 
-def rounded_at_once(
+def solved(
     model: PreTrainedModel,
-    readers: Sequence[Sequence[str]],
-    formats: Mapping[str, Collection[LinearFormat]],
-    windows: Sequence[Tensor],
-    options: GptqOptions | None,
+    inputs: Mapping[Trial, Input],
+    hessians: Mapping[Input, Hessian],
+    options: GptqOptions,
 ) -> dict[Trial, Rounded]:
-    """:func:`rounded` of linears whose Hessians are held at once."""
-    inputs: dict[Trial, Input] = {
-        (name, of): (names[0], of.rotated, of.scheme_object.input_quantizer or of)
-        for names in readers
-        for name in names
-        for of in formats[name]
-    }
-    hessians = moments(model, inputs, windows) if options else {}
+    """Each trial rounded by GPTQ with H of its input; to nearest if that is not there."""
     found: dict[Trial, Rounded] = {}
     alike: dict[tuple[object, torch.Size], list[Trial]] = {}
     for trial, seen in inputs.items():
         weight, scheme = weight_of(model, trial), trial[1].scheme_object
-        if seen in hessians and hessians[seen].tokens >= LEAST_TOKENS:
+        if seen in hessians:
             alike.setdefault((scheme.kind, weight.shape), []).append(trial)
         else:
             found[trial] = moved(round_to_nearest(scheme, weight), "cpu")
@@ -82,8 +81,7 @@ def rounded_at_once(
                 Problem(trial[1].scheme_object, weight, hessians[inputs[trial]])
                 for trial, weight in zip(some, weights, strict=True)
             ]
-            solutions = solve(problems, options or GptqOptions())
-            for trial, solution in zip(some, solutions, strict=True):
+            for trial, solution in zip(some, solve(problems, options), strict=True):
                 found[trial] = moved(Rounded(solution.codes, solution.params), "cpu")
     return found
 
@@ -91,7 +89,7 @@ def rounded_at_once(
 def moments(
     model: PreTrainedModel, inputs: Mapping[Trial, Input], windows: Sequence[Tensor]
 ) -> dict[Input, Hessian]:
-    """H of each input, rotated and quantized as the linear sees it."""
+    """H of each input, rotated and quantized as the linear sees it, if it has enough tokens."""
     hessians: dict[Input, Hessian] = {}
     with ExitStack() as hooks:
         for trial, seen in inputs.items():
@@ -103,7 +101,8 @@ def moments(
         for ids in windows:
             with running():
                 text_model(model)(ids.to(model.device), use_cache=False)
-    return {seen: hessian.complete() for seen, hessian in hessians.items()}
+    complete = {seen: hessian.complete() for seen, hessian in hessians.items()}
+    return {seen: found for seen, found in complete.items() if found.tokens >= LEAST_TOKENS}
 
 
 def adder(hessian: Hessian, linear_format: LinearFormat, weight: Tensor) -> Callable[..., None]:
