@@ -15,7 +15,7 @@ format of its scheme, unless it permutes inputs in groups.
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -108,7 +108,9 @@ class Import(Conversion):
         adopt(source, model)
         shapes = _linears(source, self.foreign, model)
         self.plain = _plain(source, self.foreign, model, shapes)
-        self.grids = {n: grid_of(source, self.foreign, n, shape) for n, shape in shapes.items()}
+        self.grids = _as_others(
+            {name: grid_of(source, self.foreign, name, shape) for name, shape in shapes.items()}
+        )
         zero_points = any(grid.zero_points for grid in self.grids.values())
         self.formats = {
             name: _format(name, grid, zero_points, layout) for name, grid in self.grids.items()
@@ -268,6 +270,21 @@ def _plain(
         if strange and (part != "bias" or source.read(name).any()):
             raise QtoolError(f"{name}: not a tensor of {model.family.name} models; {instead}")
     return shapes.keys() | {name for name in source.entries if is_left_out(name, model)}
+
+
+def _as_others(grids: Mapping[str, Grid]) -> dict[str, Grid]:
+    """The ``grids``, where a linear of one group of K channels has group size K if others have it.
+
+    A file has one scale a channel there, as for the whole channel, and an export to a format with
+    one group size for the whole model needs the size. Zero points are those of whole channels.
+    """
+    sizes = {grid.group_size for grid in grids.values()}
+    zero_points = any(grid.zero_points for grid in grids.values())
+
+    def one_group(grid: Grid) -> bool:
+        return grid.group_size is None and grid.k in sizes and not zero_points
+
+    return {n: replace(g, group_size=g.k) if one_group(g) else g for n, g in grids.items()}
 
 
 def _permuted(model: Architecture, grids: Mapping[str, Grid]) -> tuple[str, ...]:

@@ -203,6 +203,14 @@ def test_mixed_groups_and_plain_layers(make_model: MakeModel, tmp_path: Path) ->
     assert weight_errors(Checkpoint(back), Checkpoint(foreign)) is None  # a report has none to show
 
 
+def test_one_group_is_imported_as_a_group(make_model: MakeModel, tmp_path: Path) -> None:
+    """K is one group of 128 but in down_proj, and GPTQ has one group size for the whole model."""
+    ours = native(make_model(dtype=torch.bfloat16), w4a16(128))
+    foreign = export(ours, "gptq", tmp_path / "foreign").directory
+    back = imported(foreign, tmp_path / "back")
+    assert len(export(back, "gptq", tmp_path / "again").errors) == 14
+
+
 def layouts(directory: Path) -> set[str]:
     return {row.layout for row in inspect(directory) if row.layout}
 
