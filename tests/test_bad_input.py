@@ -89,8 +89,13 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 def test_no_such_model(refused, tmp_path) -> None:  # type: ignore[no-untyped-def]
     refused("no such directory", tmp_path / "nowhere")
-    (tmp_path / "file").write_text("")
-    refused("file is a file: the directory of a model", tmp_path / "file")
+    for name in ("file", "8b.json"):
+        (tmp_path / name).write_text("{}")
+    refused("file is a file: the directory of a model or a hub id", tmp_path / "file")
+    with pytest.raises(
+        QtoolError, match=r"8b.json is a file: .* a file named config.json or a hub"
+    ):
+        qtool.plan(str(tmp_path / "8b.json"), "w8a8")
     (tmp_path / "empty").mkdir()
     refused("no config.json", tmp_path / "empty")
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")

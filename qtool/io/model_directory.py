@@ -61,7 +61,10 @@ def directory_of(
     if path.suffix == ".gguf":
         raise QtoolError(_gguf(path))
     if path.is_file():
-        raise QtoolError(f"{model} is a file: the directory of a model or a hub id is expected")
+        config = "" if weights else ", a file named config.json"
+        raise QtoolError(
+            f"{model} is a file: the directory of a model{config} or a hub id is expected"
+        )
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise QtoolError(f"{model}: no such directory (a hub id looks like 'owner/name')")
     configs = ["config.json", RECORD, QUANTIZE_CONFIG]
