@@ -71,9 +71,13 @@ class RecipeOverrides:
             QtoolError: an unknown scheme, variant, GPU or KV quantizer, a recipe that does not
                 read or quantizes nothing, or a group size that is no number.
         """
-        reason, layout = "", None
+        reasons, layout = [], None
         if self.target is not None:
-            scheme, reason, layout = granularity(scheme, self.target)
+            scheme, why, layout = granularity(scheme, self.target)
+            if why and self.group_size is None:
+                reasons.append(why)
+            if layout and self.layout is None:
+                reasons.append(f"the W4A8 kernel for {self.target} reads {layout}")
         elif scheme == "w4a4" and recipe in (None, *recipes.VARIANTS):
             raise QtoolError(
                 "w4a4 comes in two granularities: write w4a4-g128 or w4a4-mix, or name the GPU"
@@ -87,8 +91,8 @@ class RecipeOverrides:
             chosen = recipes.parse(recipe, scheme or "recipe")
         else:
             chosen = recipes.load(scheme, str(require_path("recipe", recipe)))
-        if reason:
-            chosen = replace(chosen, reason=reason)
+        if reasons:
+            chosen = replace(chosen, reason="; ".join(reasons))
         if layout is not None:
             assert scheme is not None
             chosen = chosen.with_layout_of(scheme, layout)
@@ -218,7 +222,8 @@ class QuantizeKeywords(TypedDict, total=False):
 def granularity(scheme: str | None, target: str) -> tuple[str, str, str | None]:
     """The scheme whose granularity suits the GPU ``target``, the reason, and the GPU's layout.
 
-    The layout is None where the recipe's holds; ``w4a8-lqq`` has a layout to choose alone.
+    The layout is None where the recipe's holds; ``w4a8-lqq`` has a layout to choose alone, and the
+    reason is empty.
 
     The rules are those of APEX4 section 3.2.2 and QServe section 5.3.
 
@@ -232,8 +237,7 @@ def granularity(scheme: str | None, target: str) -> tuple[str, str, str | None]:
         gpu = hardware.gpu(target)
         return *hardware.choose_qoq(gpu), gpu.w4a8_layout
     if scheme == "w4a8-lqq":
-        layout = hardware.gpu(target).w4a8_layout
-        return scheme, f"the W4A8 kernel for {target} reads {layout}", layout
+        return scheme, "", hardware.gpu(target).w4a8_layout
     found = f"{scheme} is alike on every GPU" if scheme else "pass --scheme with one of them"
     raise QtoolError(f"--target chooses for w4a4, w4a8-qoq and w4a8-lqq; {found}")
 

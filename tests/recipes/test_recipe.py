@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -267,6 +268,25 @@ def test_a_gpu_chooses_the_granularity() -> None:
         RecipeOverrides(target="a100").recipe(None)
     with pytest.raises(QtoolError, match="did you mean l40s"):
         RecipeOverrides(target="l4os").recipe("w4a4")
+
+
+@pytest.mark.parametrize(
+    ("asked", "overrides", "reasons"),
+    [
+        ("w4a8-qoq", {}, ["above 16", "reads compute-aware"]),
+        ("w4a8-qoq", {"layout": "dual-mma"}, ["above 16"]),
+        ("w4a8-lqq", {}, ["reads compute-aware"]),
+        ("w4a8-lqq", {"layout": "dual-mma"}, []),
+        ("w4a4", {}, ["above 16"]),
+        ("w4a4", {"group_size": 64}, []),
+    ],
+)
+def test_a_gpus_choice_has_a_reason_unless_it_is_overridden(
+    asked: str, overrides: dict[str, Any], reasons: list[str]
+) -> None:
+    said = RecipeOverrides(target="a100", **overrides).recipe(asked).reason
+    assert [reason for reason in ("above 16", "reads compute-aware") if reason in said] == reasons
+    assert bool(said) == bool(reasons)
 
 
 def test_w4a4_without_a_granularity_is_a_scheme_of_own_recipes_alone(tmp_path: Path) -> None:
