@@ -238,7 +238,7 @@ def granularity(scheme: str | None, target: str) -> tuple[str, str, str | None]:
         return *hardware.choose_qoq(gpu), gpu.w4a8_layout
     if scheme == "w4a8-lqq":
         return scheme, "", hardware.gpu(target).w4a8_layout
-    found = f"{scheme} is alike on every GPU" if scheme else "pass --scheme with one of them"
+    found = f"{scheme} has no such choice" if scheme else "pass --scheme with one of them"
     raise QtoolError(f"--target chooses for w4a4, w4a8-qoq and w4a8-lqq; {found}")
 
 

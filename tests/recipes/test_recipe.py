@@ -262,7 +262,7 @@ def test_a_gpu_chooses_the_granularity() -> None:
     assert [rule.layout for rule in mixed.layers] == ["row-major-8", "compute-aware"]
     chosen = RecipeOverrides(target="l40s").recipe("w4a8-qoq")
     assert chosen.scheme == "w4a8-qoq-g128" and "l40s" in chosen.reason
-    with pytest.raises(QtoolError, match="w8a8 is alike on every GPU"):
+    with pytest.raises(QtoolError, match="w4a8-lqq; w8a8 has no such choice"):
         RecipeOverrides(target="a100").recipe("w8a8")
     with pytest.raises(QtoolError, match="w4a8-qoq and w4a8-lqq; pass --scheme with one of them"):
         RecipeOverrides(target="a100").recipe(None)
