@@ -529,7 +529,9 @@ def test_unknown_names(refused, make_model: MakeModel, tmp_path: Path) -> None: 
         "--recipe",
         unsized,
     )
-    refused("whole channel: write group_size: 64", model, "--recipe", unsized)
+    usual = "accepted: 32, 64, 128; 64 is usual, and a recipe's rule without group_size has"
+    refused(usual, model, "--recipe", unsized)
+    refused(usual, model, "--group-size", "channel")
     refused("did you mean kv4?", model, "--kv", "kv-4")
     refused("neither a file nor one of fast, paper, best", model, "--recipe", "bst")
     edit_config(model, model_type="whisper")

@@ -365,7 +365,7 @@ def _linear_format(rule: LayerRule, dtype: torch.dtype) -> LinearFormat | None:
         if rule.group_size is None and rule.scheme in SCHEMES:
             size = SCHEMES[rule.scheme].default_group_size
             sentence += (
-                f"; without group_size a rule has the whole channel: write group_size: {size}"
+                f"; {size} is usual, and a recipe's rule without group_size has the whole channel"
             )
         raise QtoolError(sentence) from error
     if rule.layout is None and (bits := scheme.code_bits) not in BY_BITS:
