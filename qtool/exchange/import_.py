@@ -46,7 +46,7 @@ from qtool.models.architecture import Architecture
 from qtool.models.family_checks import require_sizes
 from qtool.models.torch_defaults import torch_defaults
 from qtool.progress import Progress
-from qtool.runtime.dispatch import not_served
+from qtool.runtime.dispatch import not_served, serving_notes
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.schemes import Params
 
@@ -79,7 +79,7 @@ def import_checkpoint(
         raise QtoolError(f"{source.notes[0]}: nothing to import, pass the model to qtool quantize")
     work = Import(source, layout)
     convert(work, out, progress)
-    return Imported(out, work.notes)
+    return Imported(out, work.notes + serving_notes(PackedLinears(source.config, work.native)))
 
 
 class Import(Conversion):

@@ -25,6 +25,8 @@ from qtool.pipeline.quantize import job_of, quantize, require_apart, result_conf
 from qtool.pipeline.summary import Quantized, summarize
 from qtool.progress import Progress
 from qtool.recipes import Recipe
+from qtool.runtime.dispatch import serving_notes
+from qtool.runtime.packed_linears import PackedLinears
 
 #: options that only matter to a recipe that uses calibration data
 CALIBRATING = ("windows", "samples", "seqlen", "seed", "data_dir", "activations")
@@ -70,7 +72,7 @@ def run(
         )
         return repack(model, out, options.layout, progress=progress)
     job = job_of(source, recipe, dtype=options.dtype, keep_unknown=options.keep_unknown)
-    for note in job.notes:
+    for note in (*job.notes, *serving_notes(PackedLinears(source.config, job.format))):
         ranks.log(note)
     if not job.needs_data:
         count_windows(text, options.samples)  # refuses what no recipe could use

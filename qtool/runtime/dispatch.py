@@ -319,6 +319,11 @@ def not_served(linears: PackedLinears) -> dict[str, str]:
     return {}
 
 
+def serving_notes(linears: PackedLinears) -> list[str]:
+    """A sentence that says why vLLM cannot serve a checkpoint; none if it can."""
+    return [f"vLLM cannot serve it: {reason}" for reason in not_served(linears).values()]
+
+
 def kernel_for(
     linear_format: LinearFormat, n: int, k: int, device: torch.device, dtype: torch.dtype
 ) -> Kernel | None:

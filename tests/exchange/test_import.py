@@ -225,6 +225,9 @@ def test_every_layout_holds_the_same_weights(
     foreign = export(ours, "gptq", tmp_path / "foreign").directory
     back = imported(foreign, tmp_path / "back", layout)
     assert layouts(back) == {layout or "marlin"}
+    notes = import_checkpoint(Checkpoint(foreign), tmp_path / "again", layout).notes
+    without = [f"vLLM cannot serve it: qtool has no kernel for w4a16 in {layout}"]
+    assert notes == ([] if layout in (None, "marlin") else without)
     assert not [row.problem for row in verify(back) if row.problem]
     expected, found = weights(ours), weights(back)
     assert expected.keys() == found.keys() and all(

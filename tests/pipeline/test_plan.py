@@ -898,8 +898,14 @@ def test_the_bytes_of_a_linear_are_those_of_its_tensors(make_model: MakeModel) -
         ("falcon", 8, "w8a8", True),
     ],
 )
-def test_a_plan_says_with_the_cards_words_what_vllm_does_not_serve(
-    variant: str, heads: int, scheme: str, served: bool, make_model: MakeModel, tmp_path: Path
+def test_plan_run_and_card_say_alike_what_vllm_does_not_serve(
+    variant: str,
+    heads: int,
+    scheme: str,
+    served: bool,
+    make_model: MakeModel,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = make_model(variant, hidden_size=256, num_attention_heads=heads)
     planned = qtool.plan(model, scheme)
@@ -907,6 +913,7 @@ def test_a_plan_says_with_the_cards_words_what_vllm_does_not_serve(
     native = qtool.quantize(model, scheme, out=tmp_path / "native").directory
     card = (native / "README.md").read_text().splitlines()
     assert [line.removesuffix(".") for line in card if "vLLM cannot serve it: " in line] == said
+    assert [line for line in caplog.messages if "vLLM cannot serve it: " in line] == said
     assert (as_dict(planned)["not_served"] is None) == (not said) == served
 
 

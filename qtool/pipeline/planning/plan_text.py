@@ -12,7 +12,7 @@ from qtool.pipeline.planning.plan import Plan, PlannedBlocks, PlannedLinear
 from qtool.pipeline.quantize import result_config
 from qtool.pipeline.streaming import activations
 from qtool.recipes.schema import CONTINUED, GIVEN
-from qtool.runtime.dispatch import not_served
+from qtool.runtime.dispatch import not_served, serving_notes
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.table import render
 from qtool.units import bytes_text, duration, times
@@ -22,6 +22,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
     """The plan as plain data, for ``--json``."""
     rounded = planned.continuation is not None and planned.continuation.rounded
     exports, not_exported = _exports(planned.job)
+    linears = PackedLinears(planned.job.config, planned.job.format)
     kinds = [
         {
             "blocks": kind.blocks,
@@ -68,7 +69,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         "windows_shortage": planned.shortage or None,
         "disk_bytes": planned.disk_bytes,
         "resume_bytes": planned.resume_bytes,
-        "not_served": _not_served(planned.job).get("not served"),
+        "not_served": not_served(linears).get("not served"),
         "export_formats": exports,
         "not_exported": not_exported or None,
     }
@@ -91,7 +92,7 @@ def as_text(planned: Plan) -> str:
             f"({times(planned.source_bytes, planned.output_bytes)}) in "
             f"{len(planned.shard_bytes)} shards",
             *_costs(planned),
-            *(f"vLLM cannot serve it: {reason}" for reason in _not_served(job).values()),
+            *serving_notes(PackedLinears(job.config, job.format)),
             f"export formats: {', '.join(exports) or f'none, {not_exported}'}",
         ]
     )
@@ -140,10 +141,6 @@ def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, Plann
 def _methods(job: Job) -> list[str]:
     """The methods of ``job`` in the order in which they run."""
     return [*(transform.name for transform in job.transforms), job.rounding.name]
-
-
-def _not_served(job: Job) -> dict[str, str]:
-    return not_served(PackedLinears(job.config, job.format))
 
 
 def _exports(job: Job) -> tuple[list[str], str]:
