@@ -57,8 +57,14 @@ class _Stderr(logging.Handler):
 )
 @click.version_option(__version__)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def cli(debug: bool) -> None:
+@click.pass_context
+def cli(context: click.Context, debug: bool) -> None:
     """Quantize large language models, check the result and measure what it lost."""
+    if (name := context.invoked_subcommand) != "quantize" and not watch.is_alone():
+        raise QtoolError(
+            f"{name} runs in one process, and WORLD_SIZE is {os.environ['WORLD_SIZE']}: start"
+            " it without torchrun, or unset WORLD_SIZE"
+        )
     log.handlers, log.propagate = [_Stderr()], False
     log.setLevel(logging.INFO)
     progress.silence(not watch.is_first_rank())

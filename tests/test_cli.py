@@ -472,6 +472,13 @@ def test_only_the_first_of_several_ranks_speaks(
     assert watch.is_first_rank() is said
 
 
+@pytest.mark.parametrize("command", sorted(cli.commands))
+def test_only_quantize_runs_in_several_ranks(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refusal = f"{command} runs in one process, and WORLD_SIZE is 2"
+    assert (refusal in str(run(command).exception)) == (command != "quantize")
+
+
 ROWS = [("model.layers.0.mlp.down_proj" * 8, "[red]x[/red]", "1.5"), ("short", "y", "12.25")]
 
 
