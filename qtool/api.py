@@ -196,7 +196,8 @@ def plan(
     Args:
         model: as :func:`quantize` takes it, or the path of a config.json. The headers of a
             directory's safetensors files are checked as :func:`quantize` checks them. If a file is
-            missing or a Git LFS pointer, or ``model`` is no directory, only the config is read.
+            missing, a Git LFS pointer or a pickle, or ``model`` is no directory, only the config is
+            read.
         scheme: as :func:`quantize` takes it.
         recipe: as :func:`quantize` takes it.
         calibration: as :func:`quantize` takes it; its windows are counted, none is read.

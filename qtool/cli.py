@@ -143,8 +143,8 @@ def plan(model: str, as_json: bool, **options: Any) -> None:
     """Print what quantizing MODEL takes: bits, memory, time.
 
     MODEL is a directory, a hub id or a config.json; no weight is read. The headers of a directory's
-    safetensors files are checked as by `qtool quantize`. If one is missing, or is a Git LFS
-    pointer, config.json alone is read.
+    safetensors files are checked as by `qtool quantize`. If one is missing, or is a Git LFS pointer
+    or a pickle, config.json alone is read.
     """
     from qtool.pipeline.planning.plan_text import as_dict
 

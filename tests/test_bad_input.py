@@ -238,10 +238,15 @@ def test_truncated_file(refused, make_model: MakeModel) -> None:  # type: ignore
     refused("not a safetensors file", model)
 
 
-def test_pickles_are_not_read(refused, make_model: MakeModel) -> None:  # type: ignore[no-untyped-def]
+def test_pickles_are_not_read(refused, make_model: MakeModel, qtool_run: Run) -> None:  # type: ignore[no-untyped-def]
     model = make_model()
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     refused("is a pickle", model)
+    code, planned = qtool_run("plan", model, "--scheme", "w8a8")
+    note, _, text = planned.partition("\n")
+    assert code == 0 and "pytorch_model.bin is a pickle, which qtool never reads; " in note
+    assert note.endswith("; the plan is of config.json alone, and the weights were not looked at")
+    assert qtool_run("plan", model / "config.json", "--scheme", "w8a8") == (0, text)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ SIDE_FILES = (
 )
 #: the configuration file of GPTQ checkpoints; older ones have no other configuration
 QUANTIZE_CONFIG = "quantize_config.json"
+#: weights in forms that qtool does not read
+UNREAD_WEIGHTS = ("*.gguf", "*.bin", "*.pth")
 #: duplicates of the weights, in forms and in folders that other loaders read
 OTHER_WEIGHTS = ["consolidated*", "*/*.safetensors", "original/*"]
 #: patterns of files; each tokenizer has at least one of them

@@ -10,7 +10,7 @@ from qtool.data.mix import CalibrationMix, count_windows
 from qtool.distributed import ranks
 from qtool.errors import NotDownloaded, expand_home, require_positive
 from qtool.io.integrity import INDEX
-from qtool.io.model_directory import DEMO, require_tokenizer
+from qtool.io.model_directory import DEMO, UNREAD_WEIGHTS, require_tokenizer, what_is_there
 from qtool.io.source import Checkpoint
 from qtool.models.architecture import require_dtype
 from qtool.models.torch_defaults import torch_defaults
@@ -79,10 +79,16 @@ def plan_model(
 def _local_source(model: Name) -> Checkpoint | None:
     """The checkpoint of a local directory or ``demo``, if its safetensors files are there."""
     directory = DEMO if model == "demo" else expand_home(model)
-    if not (directory / INDEX).exists() and not any(directory.glob("*.safetensors")):
-        return None
-    try:
-        return Checkpoint(directory)
-    except NotDownloaded as error:
-        ranks.log(f"{error}; the plan is of config.json alone, and the weights were not looked at")
-        return None
+    problem = ""
+    if (directory / INDEX).exists() or any(directory.glob("*.safetensors")):
+        try:
+            return Checkpoint(directory)
+        except NotDownloaded as error:
+            problem = str(error)
+    elif any(any(directory.glob(name)) for name in UNREAD_WEIGHTS):
+        problem = f"{directory}: {what_is_there(directory)}"
+    if problem:
+        ranks.log(
+            f"{problem}; the plan is of config.json alone, and the weights were not looked at"
+        )
+    return None
