@@ -57,7 +57,8 @@ def rows(path: Path, part: Rows = WHOLE) -> list[Row]:
         found = list(islice(_rows(path), *part))
     except UnicodeDecodeError as error:
         raise QtoolError(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
+            f"{path} is not UTF-8 text, plain or compressed ({', '.join(COMPRESSION)}): "
+            f"{error.reason} at byte {error.start}"
         ) from None
     except (OSError, EOFError) as error:
         raise QtoolError(f"{path} cannot be read: {error}") from None

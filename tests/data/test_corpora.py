@@ -5,6 +5,7 @@ for each mistake.
 import gzip
 import hashlib
 import json
+import lzma
 import shutil
 from pathlib import Path
 
@@ -131,7 +132,8 @@ def test_offline_is_one_sentence(tmp_path, monkeypatch, name):
         ("a.txt", None, "does not exist"),
         ("a.txt", "", "holds no text"),
         ("a.txt", " \n\n", "holds no text"),
-        ("a.txt", b"abc\xff", "not UTF-8 text: .* at byte 3"),
+        ("a.txt", b"abc\xff", "not UTF-8 text, .* at byte 3"),
+        ("a.txt.xz", lzma.compress(b"a"), r"plain or compressed \(.gz, .zst\): .* at byte 0"),
         (
             "a.jsonl",
             '{"text": "a"}\n{"content": "b", "id": 1}\n',
