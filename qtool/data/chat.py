@@ -68,6 +68,8 @@ def _rendered(chat: Chat, tokenizer: "PreTrainedTokenizerBase", in_parts: bool, 
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
     ):
         raise QtoolError(f'{name}: a list of messages with "role" and "content" is expected')
+    if not messages:
+        raise QtoolError(f"{name} is a chat without messages")
     turns = [_turn(message, in_parts, name) for message in messages]
     tools = _parsed(chat.get("tools")) or None
     try:

@@ -130,6 +130,8 @@ def test_chats_need_a_template(tokenizer: Any, monkeypatch: Any) -> None:
         documents(data_set, tokenizer)
     with pytest.raises(QtoolError, match='a list of messages with "role"'):
         documents(datasets.Dataset.from_dict({"messages": [[{"a": 1}]]}), tokenizer)
+    with pytest.raises(QtoolError, match=r"^texts, row 1 is a chat without messages"):
+        documents([{"messages": []}, {"text": "a"}], tokenizer)
     with pytest.raises(QtoolError, match='data set, row 1 has "messages" of type str, expected'):
         documents(datasets.Dataset.from_dict({"messages": ["hi"]}), tokenizer)
 
