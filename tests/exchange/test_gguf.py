@@ -327,6 +327,9 @@ def test_what_is_not_exact_there_is_refused(native: Native, tmp_path: Path) -> N
         refused(changed(ours, tmp_path / str(number), **config), tmp_path / "out", said)
     with pytest.raises(QtoolError, match=r"llama\.cpp's own converter"):
         EXPORT_FORMATS["gguf"].require_model({"model_type": "starcoder2"})
+    saved = {"model_type": "falcon_h1", "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    with pytest.raises(QtoolError, match=r"falcon_h1 models need llama\.cpp's own converter"):
+        EXPORT_FORMATS["gguf"].require_model(saved)
     gemma2 = {"model_type": "gemma2", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     local = {"rope_type": "default", "rope_theta": 5e4}
     gemma3 = {"sliding_attention": local, "full_attention": {"rope_type": "default"} | local}

@@ -4,7 +4,7 @@ llama.cpp knows a model by its architecture's name and a few numbers; the rest i
 setting that its code does not read must therefore have the value that the code computes with.
 """
 
-import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qtool.errors import QtoolError, in_one_line
 from qtool.models import Heads, family_of
+from qtool.strict_json import number
 
 #: kinds of RoPE that qtool writes for all architectures, and the frequency base of sliding windows
 ROPE_TYPES, LOCAL_BASE = ("default", "linear"), 10000.0
@@ -93,10 +94,9 @@ def settings_of(config: Mapping[str, Any]) -> Any:
     import transformers
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    own = json.loads(json.dumps(plain, default=str), object_hook=number)
     try:
-        return transformers.AutoConfig.for_model(**copy.deepcopy(plain)).get_text_config(
-            decoder=True
-        )
+        return transformers.AutoConfig.for_model(**own).get_text_config(decoder=True)
     except Exception as error:  # transformers' checks raise exceptions of several types
         raise QtoolError(
             f"gguf: transformers does not take this config.json ({in_one_line(error)})"

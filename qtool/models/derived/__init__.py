@@ -77,6 +77,7 @@ from qtool.models.derived.recorded_model import RecordedModel
 from qtool.models.derived.whole import whole_family
 from qtool.models.family import Family
 from qtool.models.torch_defaults import torch_defaults
+from qtool.strict_json import number
 
 #: keys of a config.json that say nothing of the model's structure
 BESIDE_STRUCTURE = ("quantization_config", "_name_or_path", "auto_map")
@@ -108,7 +109,7 @@ def _text(config: Mapping[str, Any]) -> str:
 
 def _built(config: str) -> Any:
     with torch_defaults():
-        return build(json.loads(config, object_hook=_number))
+        return build(json.loads(config, object_hook=number))
 
 
 @lru_cache(maxsize=8)
@@ -118,8 +119,3 @@ def _derived(config: str) -> Family:
             return whole_family(RecordedModel(record(_built(config))))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise QtoolError(f"its structure is not understood ({error})") from error
-
-
-def _number(found: dict[str, Any]) -> Any:
-    """The number that transformers writes as ``{"__float__": "Infinity"}``."""
-    return float(found["__float__"]) if found.keys() == {"__float__"} else found
