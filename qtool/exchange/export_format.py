@@ -90,8 +90,8 @@ class ExportFormat(ABC):
         """The reason why loaders cannot run routed experts in this format; empty if they can."""
         return ""
 
-    def not_loaded(self, formats: Formats) -> list[str]:
-        """A sentence for each reason why transformers does not load such linears."""
+    def not_loaded(self, config: Mapping[str, Any], formats: Formats) -> list[str]:
+        """A sentence for each reason why transformers does not load such linears of a model."""
         return []
 
     def loads_with(self, config: Mapping[str, Any], formats: Formats) -> str:

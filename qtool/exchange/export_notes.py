@@ -79,7 +79,7 @@ def not_loaded(target: ExportFormat, config: Mapping[str, Any], formats: Formats
             "experts: published as one stack, here one by one: vLLM loads them from version "
             f"{first} on, transformers does not"
         ]
-    return target.not_loaded(formats)
+    return target.not_loaded(config, formats)
 
 
 def _converted(family: Family, config: Json, formats: Formats) -> str:

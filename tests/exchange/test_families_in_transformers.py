@@ -78,6 +78,20 @@ def test_packed_linears_that_it_loads_dequantized_only(
             client(done.directory, dequantize=False)
 
 
+def test_packed_linears_of_two_group_sizes_that_it_does_not_load(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    source = Checkpoint(make_model("falcon", dtype=torch.float16))
+    recipe = recipe_of([rule("w4a16", 64, match="dense_4h_to_h"), rule("w4a16", 128)])
+    ours = quantize(source, recipe, tmp_path / "native")
+    done = export(ours, "compressed-tensors", tmp_path / "out")
+    linears = "packed linears of falcon models beside linears of another scheme or group size"
+    assert done.notes == [f"transformers cannot load {linears}"]
+    for dequantize, error in ((False, AttributeError), (True, RuntimeError)):
+        with pytest.raises(error):
+            client(done.directory, dequantize=dequantize)
+
+
 @pytest.mark.parametrize("variant", EXPERTS)
 @pytest.mark.parametrize("size", [32, 128, "channel"])
 def test_experts(size: int | str, variant: str, make_model: MakeModel, tmp_path: Path) -> None:

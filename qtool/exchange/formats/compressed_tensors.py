@@ -110,15 +110,13 @@ class CompressedTensors(ExportFormat):
         only_cpu = stored.format == PACKED and stored.activations == TOKEN_INT8
         return "vLLM runs 4-bit experts under int8 activations on CPUs only" if only_cpu else ""
 
-    def not_loaded(self, formats: Formats) -> list[str]:
+    def not_loaded(self, config: Mapping[str, Any], formats: Formats) -> list[str]:
         found = []
         if len(_expert_kinds(formats)) > 1:
             found.append("experts: transformers loads them in one scheme and group size alone")
-        # transformers loads zero points only with dequantize=True, which needs one config group
-        elif self.has_zero_points(formats) and not self.alike(formats):
+        elif (what := self._dequantized(config, formats)) and not self.alike(formats):
             found.append(
-                "transformers cannot load weights with zero points beside those of another scheme"
-                " or group size"
+                f"transformers cannot load {what} beside linears of another scheme or group size"
             )
         experts = {self.of_scheme[kind[0]].form for kind in _expert_kinds(formats) if kind}
         return found + [
@@ -128,14 +126,16 @@ class CompressedTensors(ExportFormat):
         ]
 
     def loads_with(self, config: Mapping[str, Any], formats: Formats) -> str:
-        if not self.alike(formats):
-            return ""
-        what = "zero points" if self.has_zero_points(formats) else ""
-        packed = any(self.of_scheme[one.scheme].format == PACKED for one in _quantized(formats))
-        if packed and config["model_type"] in INITIALIZED_BY_WEIGHT:
-            what = f"packed linears of {config['model_type']} models"
+        what = self._dequantized(config, formats)
         told = "with CompressedTensorsConfig(dequantize=True) only"
         return f"transformers loads {what} {told}" if what else ""
+
+    def _dequantized(self, config: Mapping[str, Any], formats: Formats) -> str:
+        """What transformers loads with ``dequantize=True`` alone, which needs one config group."""
+        packed = any(self.of_scheme[one.scheme].format == PACKED for one in _quantized(formats))
+        if packed and config["model_type"] in INITIALIZED_BY_WEIGHT:
+            return f"packed linears of {config['model_type']} models"
+        return "zero points" if self.has_zero_points(formats) else ""
 
     def has_zero_points(self, formats: Formats) -> bool:
         """Whether a linear is stored with zero points."""
