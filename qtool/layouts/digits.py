@@ -10,6 +10,7 @@ Commas in an order split it into the dimensions of the stored tensor.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 Digits = tuple[tuple[str, int], ...]
 
 
+@cache  # texts are a few constants, read again for each linear
 def parse_digits(text: str) -> Digits:
     """``"nt w:4 q:8"`` -> ``(("nt", 0), ("w", 4), ("q", 8))``; 0: the unbounded leading digit."""
     pairs = (part.partition(":") for part in text.split())

@@ -6,6 +6,7 @@ import torch
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat, same_bytes
 from qtool.layouts import LAYOUTS
+from qtool.layouts.digits import parse_digits
 from qtool.schemes import SCHEMES
 
 
@@ -43,3 +44,14 @@ def test_stored_tensors_are_compared_by_shape_and_bytes() -> None:
     one = torch.ones(2, 3)
     assert same_bytes(one, one.T.contiguous().T) and same_bytes(one[0, 0], one[1, 1])
     assert not same_bytes(one, one.T) and not same_bytes(one, one + 1)
+
+
+def test_the_digits_of_a_layout_are_parsed_once() -> None:
+    """A mixture packs thousands of small experts, for which parsing would take as long."""
+    layout = LAYOUTS["marlin"]
+    first, *others = (torch.zeros(n, 128, dtype=torch.uint8) for n in (64, 128, 192))
+    layout.unpack(layout.pack(first), 64, 128, signed=False)
+    parsed = parse_digits.cache_info().misses
+    for codes in others:
+        layout.unpack(layout.pack(codes), *codes.shape, signed=False)
+    assert parse_digits.cache_info().misses == parsed
