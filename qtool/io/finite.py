@@ -18,8 +18,12 @@ def finite_rows(source: Checkpoint, name: str, device: torch.device = CPU) -> It
     rows, columns = source.entry(name).shape
     step = max(1, PIECE_BYTES // (4 * columns))
     for start in range(0, rows, step):
-        piece = source.read(name, slice(start, start + step), pinned=device.type == "cuda")
-        yield require_finite(name, piece.to(device))
+        yield _finite(source, name, slice(start, start + step), device)
+
+
+def _finite(source: Checkpoint, name: str, rows: slice, device: torch.device) -> Tensor:
+    piece = source.read(name, rows, pinned=device.type == "cuda")
+    return require_finite(name, piece.to(device))
 
 
 def require_all_finite(tensors: Mapping[str, Tensor]) -> None:

@@ -305,6 +305,7 @@ def write(
         for data in content:
             digest.update(data)
             file.write(data)
+            del data  # it would be held while the next one is computed
         if file.tell() != expected:
             raise QtoolError(f"{path.name}: {file.tell()} bytes written, {expected} declared")
 
@@ -349,6 +350,7 @@ def _pieces(
             )
         left -= data.nbytes
         yield data.reshape(-1).view(torch.uint8).numpy().data
+        del piece, data
 
 
 def write_atomic(path: Path, put: Callable[[BinaryIO], Any], *, sync: bool = True) -> None:

@@ -1,11 +1,16 @@
 """Embedding and head in pieces: the same rows, however many go at a time."""
 
+import weakref
+from pathlib import Path
+
+import numpy
 import pytest
 import torch
 
 from qtool import recipes
 from qtool.calibration.transforms.hadamard import rotation
 from qtool.io import finite
+from qtool.io.safetensors import write
 from qtool.io.source import Checkpoint
 from qtool.pipeline.job import Job
 from qtool.pipeline.streaming import embedding_and_head as edges
@@ -27,6 +32,36 @@ def test_rows_of_a_table_that_comes_in_pieces(make_model: MakeModel, monkeypatch
             assert torch.equal(edges.table_rows(source, job, EMBEDDING, wanted), table[wanted])
         pieces = [piece for _, piece in edges.tables(source, job, CPU)]
         assert len(pieces) == -(-len(table) // rows) and torch.equal(torch.cat(pieces), table)
+
+
+def test_a_piece_is_free_before_the_next_one_is_read(  # type: ignore[no-untyped-def]
+    make_model: MakeModel, monkeypatch, tmp_path: Path
+) -> None:
+    source = Checkpoint(make_model())
+    read, pieces = source.read, list[weakref.ref[numpy.ndarray]]()
+
+    def counted(name: str, rows: slice | None = None, *, pinned: bool = False) -> torch.Tensor:
+        if rows is None:
+            return read(name)  # the final norm
+        assert not any(piece() is not None for piece in pieces)
+        array = read(name, rows).numpy().copy()  # lives as long as a tensor of its memory
+        pieces.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    rows, columns = source.entry(f"{EMBEDDING}.weight").shape
+    monkeypatch.setattr(finite, "PIECE_BYTES", rows * columns)  # a quarter of the rows
+    for transforms in [], ["norm-fusion", "rotate"]:
+        layers = [{"match": ".*", "scheme": None}]
+        recipe = recipes.parse({"layers": layers, "transforms": transforms}, "some")
+        job = Job.of(source.config, recipe)
+        for tensors in edges.tables, edges.head:
+            names = dict(tensors(source, job, CPU))
+            specs = {name: torch.empty(source.entry(name).shape) for name in names}
+            with monkeypatch.context() as patched:
+                patched.setattr(source, "read", counted)
+                write(tmp_path / "model.safetensors", specs, tensors(source, job, CPU))
+            assert len(pieces) == 4
+            pieces.clear()
 
 
 @pytest.mark.parametrize("cast", [torch.float32, torch.bfloat16])

@@ -24,6 +24,7 @@ def tables(source: Checkpoint, job: Job, device: torch.device) -> Iterator[tuple
         name = f"{module}.weight"
         for rows in _rows(source, name, device):
             yield name, as_stored(name, embedded(rows, job), job)
+            del rows  # they would be held while the next ones are read
 
 
 def table_rows(source: Checkpoint, job: Job, module: str, wanted: Tensor) -> Tensor:
@@ -93,13 +94,15 @@ def _norm_and_head(
         yield name, as_stored(name, stored, job)
     if job.tied and not job.unties:
         return
-    for rows in _head_rows(source, job, device):
-        changed = rows
+
+    def stored_head(rows: Tensor) -> tuple[str, Tensor]:
         for transform, norm in zip(job.transforms, norms, strict=False):
             with running_method(transform, "head"):
-                of_head = transform.head(changed, norm.gain.to(device))
-            changed = rewritten(transform, "head", changed, of_head)
-        yield head_name, as_stored(head_name, changed, job)
+                of_head = transform.head(rows, norm.gain.to(device))
+            rows = rewritten(transform, "head", rows, of_head)
+        return head_name, as_stored(head_name, rows, job)
+
+    yield from map(stored_head, _head_rows(source, job, device))
 
 
 def final_head(
