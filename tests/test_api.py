@@ -418,10 +418,10 @@ def test_what_functions_give_prints_as_their_commands_do(tmp_path: Path) -> None
     results, _ = qtool.evaluate("demo", "demo", limit=2, seqlen=16)
     command = ("eval", "demo", "--model", "demo", "--limit", "2", "--seqlen", "16")
     assert str(results).splitlines() == said(*command)
-    choices, short = ["w4a16", "w8a8"], {"samples": 1, "seqlen": 16}
+    choices, short = ["w4a16", "w8a8"], {"samples": 2, "seqlen": 16}
     found = qtool.sensitivity("demo", choices, 5.0, tmp_path / "api.yaml", **short)
     command = ("sensitivity", "demo", "--choices", "w4a16,w8a8", "--budget-bits", "5")
-    command += ("--out", str(tmp_path / "cli.yaml"), "--samples", "1", "--seqlen", "16")
+    command += ("--out", str(tmp_path / "cli.yaml"), "--samples", "2", "--seqlen", "16")
     assert str(found).splitlines() == said(*command)
 
 

@@ -131,7 +131,7 @@ def attention(
     (batch, heads, rows, dim), (kv_heads, tokens) = query.shape, key.shape[1:3]
     if attn_mask is None and batch > 1:  # more heads of one item: fewer steps
         query, key, value = (x.flatten(0, 1)[None] for x in (query, key, value))
-        return attention(query, key, value, None, *how).view(batch, heads, rows, -1)
+        return attention(query, key, value, None, *how).unflatten(1, (batch, heads))[0]
     repeats, factor = heads // kv_heads, dim**-0.5 if scale is None else scale
     scores_of_head = max(1, repeats * min(rows, ROWS) * tokens)  # of a kv head
     step = max(1, SCORES[query.is_cuda] // scores_of_head)
