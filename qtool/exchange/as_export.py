@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from qtool.errors import QtoolError
 from qtool.exchange import export_formats
-from qtool.exchange.export import codes_and_params, keeps_kv_scales
+from qtool.exchange.export import all_params, keeps_kv_scales
 from qtool.exchange.export_format import TOKEN_INT8, ExportFormat
 from qtool.exchange.export_notes import not_loaded
 from qtool.exchange.exportable import exported_formats
@@ -138,8 +138,8 @@ def _exported(
     linear: QuantLinear, target: ExportFormat, dtype: torch.dtype, dequantize: bool
 ) -> nn.Linear:
     """A linear with the weight that a loader reads from the export of ``linear``."""
-    codes, params = codes_and_params(linear)
-    stored = target.tensors(linear.format, codes, params)
+    codes, params = linear.unpack()
+    stored = target.tensors(linear.format, codes, all_params(linear, params))
     # loaded as a parameter
     scale = stored["weight_scale"] if dequantize else stored["weight_scale"].to(dtype)
     weight = target.weight(linear.format, stored | {"weight_scale": scale}, *codes.shape).to(

@@ -176,12 +176,13 @@ class _Export(Conversion):
             QtoolError: the format's functions fail, or the weight is not finite.
         """
         linear = load_linear(self.source, name, self.formats[name], torch.device("cpu"))
-        codes, params = codes_and_params(linear)
+        codes, params = linear.unpack()
+        ours = linear.weight_of(codes, params)  # before the format's functions get the codes
         with checking(name):
             with self._running("tensors", name):
-                made = self.target.tensors(linear.format, codes, params)
+                made = self.target.tensors(linear.format, codes, all_params(linear, params))
             stored = dict(self._linear(name, made))
-        ours, before = linear.dequantize(), [tensor._version for tensor in made.values()]
+        before = [tensor._version for tensor in made.values()]
         with self._running("weight", name):
             theirs = self.target.weight(linear.format, made, *codes.shape)
         require_returned(self.target, "weight", theirs, Tensor, f" for {name}", ours.shape)
@@ -296,12 +297,11 @@ class _Export(Conversion):
         return found
 
 
-def codes_and_params(linear: QuantLinear) -> tuple[Tensor, Params]:
-    """The codes ``[N, K]`` and parameters of ``linear`` for :meth:`ExportFormat.tensors`."""
-    codes, params = linear.unpack()
-    if linear.permutation is not None:
-        params = params | {"permutation": linear.permutation}
-    return codes, params
+def all_params(linear: QuantLinear, params: Params) -> Params:
+    """The unpacked ``params`` of ``linear`` for :meth:`ExportFormat.tensors`."""
+    if linear.permutation is None:
+        return params
+    return params | {"permutation": linear.permutation}
 
 
 def _specs(

@@ -95,7 +95,10 @@ class QuantLinear(nn.Module):
 
         Rotation and permutation are undone.
         """
-        codes, params = self.unpack()
+        return self.weight_of(*self.unpack())
+
+    def weight_of(self, codes: Tensor, params: dict[str, Tensor]) -> Tensor:
+        """:meth:`dequantize` of what :meth:`unpack` returned."""
         weight = self.format.scheme_object.dequantize(codes, params)
         if self.format.rotated:
             weight = rotate(weight)

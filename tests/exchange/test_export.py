@@ -15,6 +15,7 @@ from qtool.exchange.export import export
 from qtool.exchange.export_formats import EXPORT_FORMATS
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import Calibration, quantize
+from qtool.runtime.linear import QuantLinear
 from qtool.units import bytes_text
 from tests.conftest import MakeModel
 from tests.exchange.conftest import recipe_of, rule
@@ -230,6 +231,15 @@ def test_scales_that_fp16_cannot_hold(make_model: MakeModel) -> None:
         export(directory, "marlin", out)
     assert not out.exists() and not out.with_name("out.partial").exists()
     assert export(directory, "gptq", source.with_name("gptq")).errors  # keeps bf16
+
+
+def test_a_linear_is_unpacked_once(make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, unpacked = native(make_model(), rule("w4a16", 128)), list[QuantLinear]()
+    unpack = QuantLinear.unpack
+    monkeypatch.setattr(
+        QuantLinear, "unpack", lambda linear: unpacked.append(linear) or unpack(linear)
+    )
+    assert len(export(directory, "gptq", directory.with_name("out")).errors) == len(unpacked) > 0
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, NoSpace("no space left")])
