@@ -22,6 +22,7 @@ from qtool import recipes
 from qtool.data.corpora import data_directory
 from qtool.errors import QtoolError, in_one_line
 from qtool.eval.channel_range import role
+from qtool.format.stored_linears import linear_shape
 from qtool.io.finite import require_all_finite
 from qtool.io.model_directory import DEMO
 from qtool.io.output import Output
@@ -29,7 +30,6 @@ from qtool.io.safetensors import space_for, write_text
 from qtool.io.source import Checkpoint, read_config
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.load import load
-from qtool.runtime.read_linear import linear_shape
 from tests.conftest import MakeModel, copy_tokenizer
 from tests.models.tiny import save_tiny
 

@@ -169,8 +169,8 @@ def activation_bits(directory: Path) -> int:
 def own_activation_bits(native: Path) -> int:
     """The bits of activations of a native checkpoint's quantized linears."""
     from qtool.format import native_format
+    from qtool.format.stored_linears import packed_names
     from qtool.io.source import Checkpoint
-    from qtool.runtime.read_linear import packed_names
 
     checkpoint = Checkpoint(native)
     formats = (native_format(checkpoint.config).of(name) for name in packed_names(checkpoint))

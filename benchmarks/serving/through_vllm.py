@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from qtool.format import native_format
+from qtool.format.stored_linears import packed_names
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.parts import Experts
-from qtool.runtime.read_linear import load_linear, packed_names
+from qtool.runtime.read_linear import load_linear
 
 AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 

@@ -29,6 +29,7 @@ from qtool.exchange.export_notes import export_notes
 from qtool.exchange.exportable import exported_formats
 from qtool.exchange.gguf.write import FILE, write_gguf
 from qtool.format import LinearFormat, native_format
+from qtool.format.stored_linears import linear_shape
 from qtool.io.integrity import read_record, recorded_hashes
 from qtool.io.model_card import ERRORS, exactness, results_in, weight_errors
 from qtool.io.model_directory import provenance
@@ -42,7 +43,7 @@ from qtool.plugins import require_json, require_returned
 from qtool.progress import Progress
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import NEUTRAL, SCALES, missing_kv_tensors
-from qtool.runtime.read_linear import linear_shape, load_linear
+from qtool.runtime.read_linear import load_linear
 from qtool.schemes import Params
 from qtool.units import bytes_text
 

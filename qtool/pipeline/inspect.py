@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from qtool.format import native_format
+from qtool.format.stored_linears import linear_shape, packed_names
 from qtool.io.safetensors import Entry
 from qtool.io.source import Checkpoint
 from qtool.models.architecture import dtype_name
-from qtool.runtime.read_linear import linear_shape, packed_names
 from qtool.schemes.fmpq_blocks import w4a4_share
 from qtool.table import render
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat, native_format, same_bytes
+from qtool.format.stored_linears import packed_names
 from qtool.io.integrity import changed_beside_shards, damaged_shards, recorded_hashes
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -24,7 +25,7 @@ from qtool.runtime.device import require_device
 from qtool.runtime.dispatch import Kernel
 from qtool.runtime.linear import QuantLinear
 from qtool.runtime.packed_kv import IMPORTANCE, OFFSET, missing_kv_tensors
-from qtool.runtime.read_linear import load_linear, packed_names
+from qtool.runtime.read_linear import load_linear
 
 #: random inputs of each linear
 TOKENS = 8

@@ -15,6 +15,7 @@ from qtool.eval.checkpoints import evaluate_checkpoints
 from qtool.eval.kv_error import kv_errors
 from qtool.eval.perplexity import cut_windows
 from qtool.format import native_format
+from qtool.format.stored_linears import packed_names
 from qtool.io.integrity import read_record, recorded_transforms
 from qtool.io.model_directory import directory_of
 from qtool.io.run_record import read_run
@@ -29,7 +30,7 @@ from qtool.pipeline.inspect import Row, inspect
 from qtool.pipeline.verify import Verified, verify
 from qtool.report.data import Check, LayerErrors, Report, Size, quality, recorded_errors
 from qtool.runtime.load import load, load_tokenizer
-from qtool.runtime.read_linear import load_linear, packed_names
+from qtool.runtime.read_linear import load_linear
 
 WINDOWS, TOKENS = 4, 512
 

@@ -4,16 +4,9 @@ import torch
 
 from qtool.errors import QtoolError
 from qtool.format import LinearFormat
+from qtool.format.stored_linears import linear_shape
 from qtool.io.source import Checkpoint
-from qtool.models import family_of
 from qtool.runtime.linear import QuantLinear
-
-
-def packed_names(checkpoint: Checkpoint) -> list[str]:
-    """The full names of the linears that are stored packed."""
-    return [
-        name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")
-    ]
 
 
 def load_linear(
@@ -39,9 +32,3 @@ def load_linear(
             )
         buffer.copy_(stored)
     return linear
-
-
-def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
-    """``(N, K)`` of the linear ``name``, by the family's declaration and config.json."""
-    family = family_of(checkpoint.config)
-    return family.linear_shape(name, family.settings(checkpoint.config))

@@ -11,10 +11,11 @@ import torch
 from qtool import recipes
 from qtool.exchange.export import Exported, export
 from qtool.format import native_format
+from qtool.format.stored_linears import packed_names
 from qtool.io.source import Checkpoint
 from qtool.pipeline.quantize import quantize
 from qtool.runtime.linear import QuantLinear
-from qtool.runtime.read_linear import load_linear, packed_names
+from qtool.runtime.read_linear import load_linear
 from tests.conftest import save_model
 
 #: N of 128, 256 and 384, K of 256 and 384: two and three groups of 128

@@ -3,6 +3,8 @@ or lost.
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,10 @@ def test_a_checkpoint_whose_config_has_a_size_that_is_none(
         for look in (inspect, verify):
             with pytest.raises(QtoolError, match=f"num_attention_heads is {wrong!r}; a positive"):
                 list(look(out))
+
+
+def test_headers_are_listed_without_torchs_compiler() -> None:
+    """Importing it takes a third of the command's time."""
+    code = "import sys, qtool.pipeline.inspect; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,17 @@
+"""Which linears a native checkpoint stores packed, and their shapes."""
+
+from qtool.io.source import Checkpoint
+from qtool.models import family_of
+
+
+def packed_names(checkpoint: Checkpoint) -> list[str]:
+    """The full names of the linears that are stored packed."""
+    return [
+        name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")
+    ]
+
+
+def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
+    """``(N, K)`` of the linear ``name``, by the family's declaration and config.json."""
+    family = family_of(checkpoint.config)
+    return family.linear_shape(name, family.settings(checkpoint.config))
