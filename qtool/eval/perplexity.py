@@ -34,7 +34,10 @@ from qtool.eval.results import Metric, batch_means, standard_error
 from qtool.models.architecture import context_length
 from qtool.models.auto import running, text_model
 
-FLOAT32_LOGITS = 2**25  # elements converted to float32 at once: 128 MiB
+#: logits that are converted to float32 at once: 128 MiB
+FLOAT32_LOGITS = 2**25
+#: most logits of a forward on a CPU, unless one window has more: 2 GiB in float32
+CPU_LOGITS = 2**29
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ def perplexity(
     """Perplexity of ``text``, or of its first ``limit`` windows.
 
     Args:
-        batch_size: windows in a forward; it is halved if they do not fit the device's memory. An
-            engine makes its own batches.
+        batch_size: most windows in a forward; it is halved if they do not fit a GPU's memory, and
+            on a CPU as large as :data:`CPU_LOGITS` allows. An engine makes its own batches.
         deterministic: compute hidden states that are the same on every device, not as served.
         label: name of the progress bar.
 
@@ -133,8 +136,12 @@ class _InProcess:
         self.context_length = context_length(self.model.config.get_text_config())
 
     def nll(self, windows: torch.Tensor) -> list[float]:
+        device, most = self.model.device, len(windows)
+        if device.type == "cpu":  # where the system kills a process that wants too much memory
+            most = max(1, CPU_LOGITS // (windows.shape[1] * self.vocabulary))
         with torch.no_grad(), arithmetic(self.model, self.deterministic):
-            return _window_sums(self.model, windows.to(self.model.device)).tolist()
+            parts = windows.to(device).split(most)
+            return torch.cat([_window_sums(self.model, part) for part in parts]).tolist()
 
 
 def cut_windows(ids: torch.Tensor, seqlen: int) -> torch.Tensor:

@@ -114,6 +114,25 @@ def test_out_of_memory_halves_the_batch(model, tokenizer, monkeypatch):
         perplexity(TEXT, model, tokenizer, seqlen=20)
 
 
+def test_a_forward_on_a_cpu_has_few_logits(model, tokenizer, monkeypatch):
+    """A CPU has no error of its own for memory that is short."""
+    forward, seen = module._forward_sums, []
+
+    def watched(model, batch):
+        seen.append(len(batch))
+        return forward(model, batch)
+
+    monkeypatch.setattr(module, "_forward_sums", watched)
+    whole = perplexity(TEXT, model, tokenizer, seqlen=20, limit=7)
+    monkeypatch.setattr(module, "CPU_LOGITS", 3 * 20 * model.config.vocab_size)
+    parts = perplexity(TEXT, model, tokenizer, seqlen=20, limit=7)
+    monkeypatch.setattr(module, "CPU_LOGITS", 1)
+    single = perplexity(TEXT, model, tokenizer, seqlen=20, limit=7)
+    assert seen == [7, 3, 3, 1] + [1] * 7
+    assert parts.window_nll == pytest.approx(whole.window_nll, rel=1e-6)
+    assert single.window_nll == pytest.approx(whole.window_nll, rel=1e-6)
+
+
 def test_refusals(model, tokenizer):
     with pytest.raises(QtoolError, match=r"at least 2 tokens, and the text has 1$"):
         perplexity("a", model, tokenizer)
