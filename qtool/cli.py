@@ -60,10 +60,12 @@ class _Stderr(logging.Handler):
 @click.pass_context
 def cli(context: click.Context, debug: bool) -> None:
     """Quantize large language models, check the result and measure what it lost."""
-    if (name := context.invoked_subcommand) != "quantize" and not watch.is_alone():
+    name, launched = context.invoked_subcommand, "LOCAL_RANK" in os.environ
+    # a pod of a cluster may have WORLD_SIZE in its environment, and no launcher in it
+    if name != "quantize" and launched and not watch.is_alone():
         raise QtoolError(
-            f"{name} runs in one process, and WORLD_SIZE is {os.environ['WORLD_SIZE']}: start"
-            " it without torchrun, or unset WORLD_SIZE"
+            f"{name} runs in one process, and torchrun or another launcher started "
+            f"{os.environ['WORLD_SIZE']}: start it without one"
         )
     log.handlers, log.propagate = [_Stderr()], False
     log.setLevel(logging.INFO)

@@ -474,8 +474,12 @@ def test_only_the_first_of_several_ranks_speaks(
 
 @pytest.mark.parametrize("command", sorted(cli.commands))
 def test_only_quantize_runs_in_several_ranks(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world size alone, as in a pod of a cluster, is of no launcher."""
+    refusal = f"{command} runs in one process, and torchrun or another launcher started 2"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refusal = f"{command} runs in one process, and WORLD_SIZE is 2"
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert refusal not in str(run(command).exception)
+    monkeypatch.setenv("LOCAL_RANK", "0")
     assert (refusal in str(run(command).exception)) == (command != "quantize")
 
 
