@@ -261,10 +261,10 @@ def sensitivity(
         budget_bits: most stored bits per weight, on average over all that may be quantized.
         out: a new YAML file for :func:`quantize`.
         recipe: ``fast``, ``paper`` or ``best``: the recipe whose methods are written, of the choice
-            whose weights, then whose inputs, have the fewest bits. With ``fast`` weights are
-            rounded to nearest while the divergence is measured, otherwise by GPTQ.
+            whose weights, then whose inputs, have the fewest bits. While the divergence is
+            measured, weights are rounded to nearest if this recipe does so, else by GPTQ.
         calibration: as :func:`quantize` takes it. The divergence is measured on one of four of its
-            windows, and GPTQ looks at the others; with ``fast`` on all of them.
+            windows, and GPTQ looks at the others; without GPTQ it is measured on all of them.
         data_dir: directory with local copies of corpora.
         samples: number of calibration windows, by default as ``calibration`` says, or 32.
         seqlen: tokens per window.
