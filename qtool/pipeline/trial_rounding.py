@@ -69,11 +69,11 @@ def solved(
     found: dict[Trial, Rounded] = {}
     alike: dict[tuple[object, torch.Size], list[Trial]] = {}
     for trial, seen in inputs.items():
-        weight, scheme = weight_of(model, trial), trial[1].scheme_object
+        scheme, shape = trial[1].scheme_object, linear(model, trial[0]).weight.shape
         if seen in hessians:
-            alike.setdefault((scheme.kind, weight.shape), []).append(trial)
+            alike.setdefault((scheme.kind, shape), []).append(trial)
         else:
-            found[trial] = moved(round_to_nearest(scheme, weight), "cpu")
+            found[trial] = moved(round_to_nearest(scheme, weight_of(model, trial)), "cpu")
     for (_, shape), trials in alike.items():
         for some in in_turn(trials, problems_at_once(*shape)):
             weights = [weight_of(model, trial).float() for trial in some]
