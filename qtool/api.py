@@ -251,8 +251,9 @@ def sensitivity(
     """Choose a scheme for each group of linears of ``model``, and write the recipe to ``out``.
 
     All that was measured is written beside it, to a file of the same name that ends in ``.json``.
-    The device holds the whole float model. Host memory holds a byte for each weight in each choice,
-    and the log-probabilities of all tokens of the vocabulary on the measured windows, in float32.
+    The device holds the whole float model, and the log-probabilities of all tokens of the
+    vocabulary on the measured windows, in float32. Host memory holds a byte for each weight in each
+    choice and, for a GPU, the float weights.
 
     Args:
         model: a directory, a hub id or ``demo``.

@@ -217,7 +217,7 @@ class Candidates:
         if probe is None:
             return Point(bits, predicted, None)
         formats = self.formats({group: option.choice for group, option in chosen.items()})
-        return Point(bits, predicted, probe.divergence(formats))
+        return Point(bits, predicted, probe.divergence(formats, parked=True))
 
 
 def sensitivity(

@@ -84,7 +84,7 @@ def write_recipe(
     looked_at, measured = (
         _parted(windows.tokens) if job.rounding.needs_data else ([], windows.tokens)
     )
-    _require_memory(job, measured, len(recipes_of(choices)))
+    _require_memory(job, measured, len(recipes_of(choices)), device)
     try:
         model = load(directory, device=device, dtype=torch.float32 if device == "cpu" else None)
         found = sensitivity(
@@ -92,8 +92,8 @@ def write_recipe(
         )
     except torch.OutOfMemoryError as error:
         raise QtoolError(
-            f"{device} ran out of memory ({in_one_line(error)}) for the model and what it makes of "
-            "one window: free memory, or pass a smaller --seqlen"
+            f"{device} ran out of memory ({in_one_line(error)}) for the model and what it says of "
+            "the windows: free memory, or pass smaller --samples or --seqlen"
         ) from error
     asked = {"source": source.identity(), "calibration": windows.facts, "budget_bits": budget_bits}
     write_json(facts_file, {**asked, **found.as_dict(), "versions": versions()})
@@ -144,15 +144,19 @@ def _parted(batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return [w for i, w in enumerate(windows) if i % MEASURED_OF], measured
 
 
-def _require_memory(job: Job, windows: Sequence[Tensor], choices: int) -> None:
+def _require_memory(job: Job, windows: Sequence[Tensor], choices: int, device: str) -> None:
     """Refuse what does not fit host memory.
 
-    That is the model's log-probabilities on ``windows`` in float32, and a byte for each weight in
-    each of the ``choices``.
+    That is a byte for each weight in each of the ``choices``, and on a CPU the model's
+    log-probabilities on ``windows`` in float32, on a GPU the float weights that wait.
     """
     tokens = sum(ids.numel() for ids in windows)
     weights = sum(prod(shape) for b in range(job.blocks) for shape in job.linears(b).values())
-    need = 4 * job.namespace.vocab_size * tokens + choices * weights
+    need = choices * weights
+    if device == "cpu":
+        need += 4 * job.namespace.vocab_size * tokens
+    else:
+        need += job.source_dtype.itemsize * weights
     if need > (free := HOST_SHARE * host_memory()[1]):
         raise QtoolError(
             f"what the model says of {tokens} tokens, and its weights in {choices} choices, take "
