@@ -2,13 +2,17 @@
 
 ``quantize_kv`` (:mod:`qtool.runtime.kv_cache`) sets a model that would use SDPA to :data:`NAME`. On
 a CUDA GPU a cache layer then hands its packed tokens, not tensors, through the attention module to
-:func:`attend`; they are dequantized only for options that the kernel lacks.
+:func:`attend`; they are dequantized only for options that the kernel lacks. Attention may also do
+other things with keys and values, for which it needs tensors. So the first ones that a layer hands
+out are :class:`Handed`, which notice it.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -20,6 +24,48 @@ from qtool.schemes.kv import KV4
 NAME = "qtool_kv"
 #: up to so many new tokens per forward the kernel is faster than SDPA on dequantized tokens
 MOST_QUERIES = 8
+
+
+@dataclass
+class Reads:
+    """By whom keys and values were read that a cache layer handed out."""
+
+    to_attend: bool = False
+    otherwise: bool = False
+
+    @property
+    def only_to_attend(self) -> bool:
+        """Whether :func:`attend` got them, and nothing else looked at them."""
+        return self.to_attend and not self.otherwise
+
+
+class Handed(Tensor):
+    """Keys or values that note in :attr:`reads` by whom they are read."""
+
+    reads: Reads
+
+    @staticmethod
+    def of(tensor: Tensor, reads: Reads) -> "Handed":
+        """``tensor`` as one that notes its readers in ``reads``."""
+        handed = tensor.as_subclass(Handed)
+        handed.reads = reads
+        return handed
+
+    def attended(self) -> Tensor:
+        """The tensor itself, for :func:`attend`."""
+        self.reads.to_attend = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Handed):
+                value.reads.otherwise = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def kernel_reads(stored: PackedTokens, new: Tensor) -> bool:
@@ -53,10 +99,16 @@ def attend(
         shifted = softcap and isinstance(key.quantizer, KV4) and key.quantizer.offset is not None
         if bool_mask and not dropout and not shifted and kwargs.get("position_bias") is None:
             return _packed(query, key, value, attention_mask, scaling, softcap), None
-    keys, values = (x.read() if isinstance(x, PackedTokens) else x for x in (key, value))
+    keys, values = _as_tensor(key), _as_tensor(value)
     return sdpa_attention_forward(
         module, query, keys, values, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
+
+
+def _as_tensor(x: Tensor | PackedTokens) -> Tensor:
+    if isinstance(x, PackedTokens):
+        return x.read()
+    return x.attended() if isinstance(x, Handed) else x
 
 
 def _packed(

@@ -30,7 +30,7 @@ from qtool.errors import QtoolError
 from qtool.models import Family, family_of
 from qtool.models.cache_argument import CACHE, with_cache_renamed
 from qtool.runtime import kv_attention
-from qtool.runtime.kv_attention import kernel_reads
+from qtool.runtime.kv_attention import Handed, Reads, kernel_reads
 from qtool.runtime.linear import keep_dtypes
 from qtool.runtime.packed_kv import (
     NEUTRAL,
@@ -49,9 +49,11 @@ class QuantCacheLayer(DynamicLayer):
 
     Args:
         heads: kv heads; keys and values that come repeated for their query heads are kept once.
-        hands_packed: :meth:`update` may return the packed tokens themselves; the model's attention
-            can read them.
+        attends: the model's attention function is :func:`.kv_attention.attend`.
         beside: what transformers' layer keeps beside keys and values, by attribute.
+
+    Attributes:
+        reads: by whom keys and values of :meth:`update` were read.
     """
 
     def __init__(
@@ -60,13 +62,13 @@ class QuantCacheLayer(DynamicLayer):
         values: KVQuantizer,
         *,
         heads: int,
-        hands_packed: bool = False,
+        attends: bool = False,
         beside: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         vars(self).update(beside)
         super().__init__()
         self.quantizers = (keys, values)
-        self.heads, self.hands_packed = heads, hands_packed
+        self.heads, self.attends, self.reads = heads, attends, Reads()
         self.stored = (PackedTokens(keys), PackedTokens(values))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -79,7 +81,8 @@ class QuantCacheLayer(DynamicLayer):
     ) -> tuple[Any, Any]:
         """Store keys (after RoPE) and values ``[B, H, T, D]`` and return all of them.
 
-        They are dequantized, or packed if the attention kernel reads them so.
+        They are dequantized; or packed, if the attention kernel reads them so, and an earlier call
+        showed that nothing else looks at them.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -87,11 +90,13 @@ class QuantCacheLayer(DynamicLayer):
         repeats = key_states.shape[1] // self.heads
         keys.store(key_states[:, ::repeats])
         values.store(value_states[:, ::repeats])
-        if self.hands_packed and repeats == 1 and kernel_reads(keys, key_states):
+        if self.reads.only_to_attend and kernel_reads(keys, key_states):
             return keys, values
         found = [keys.read(), values.read()]
         if repeats > 1:
             found = [x.repeat_interleave(repeats, 1) for x in found]
+        elif self.attends and self.reads == Reads():
+            found = [Handed.of(x, self.reads) for x in found]
         return found[0], found[1]
 
     @property
@@ -103,9 +108,7 @@ class QuantCacheLayer(DynamicLayer):
         return self.stored[0].tokens
 
     def reset(self) -> None:
-        QuantCacheLayer.__init__(
-            self, *self.quantizers, heads=self.heads, hands_packed=self.hands_packed
-        )
+        QuantCacheLayer.__init__(self, *self.quantizers, heads=self.heads, attends=self.attends)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens."""
@@ -211,7 +214,7 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
                 )
                 attention.register_buffer(attribute, neutral)
         attention._apply = partial(_apply, attention)  # type: ignore[method-assign]
-    if decoder.config._attn_implementation == "sdpa" and decoder._supports_attention_backend:
+    if decoder.config._attn_implementation == "sdpa" and decoder._can_set_attn_implementation():
         decoder.config._attn_implementation = kv_attention.NAME
     if not hasattr(decoder, "kv_quantizer"):
         decoder.kv_supply = decoder.register_forward_pre_hook(_supply, with_kwargs=True)
@@ -284,20 +287,17 @@ def _layers(decoder: nn.Module, given: Sequence[Any] = ()) -> list[Any]:
     """The layers of an empty cache: quantized ones for attention, transformers' own for the rest.
 
     The rest are those of ``given``, an empty cache's, which may know that they will be cropped.
-    Attention that is not the common one may change what it gets before it attends, so it gets no
-    packed tokens.
     """
     kv: str = decoder.kv_quantizer  # type: ignore[assignment]
     blocks: dict[int, Family] = decoder.kv_blocks  # type: ignore[assignment]
     config: Any = decoder.config
-    packed = config._attn_implementation == kv_attention.NAME
     layers: list[Any] = list(given) or DynamicCache(config=config).layers
     for number, own in blocks.items():
         assert own.kv_cache is not None
         layers[number] = _layer_class(layers[number])(
             *kv_quantizers(kv, _attention(decoder, number, own).get_buffer),
             heads=own.kv_cache.heads(config)[0],
-            hands_packed=packed and own.attention is not None,
+            attends=config._attn_implementation == kv_attention.NAME,
             beside=vars(layers[number]),
         )
     return layers

@@ -9,12 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
+from qtool.models.auto import auto_class
 from qtool.models.cache_argument import CACHE
 from qtool.runtime import kv_attention, kv_cache
 from qtool.runtime.kv_attention import attend
-from qtool.runtime.kv_cache import QuantCache
+from qtool.runtime.kv_cache import QuantCache, quantize_kv
 from qtool.runtime.packed_kv import PackedTokens
 from qtool.schemes.kv import KV4
+from tests.models.tiny import tiny_config
 from tests.runtime.test_kv_cache import ids, make_model
 
 NAMES = ("kv4", "kv8")
@@ -92,6 +94,57 @@ def test_models_that_are_not_on_sdpa_keep_their_attention(packed_calls: mock.Moc
     assert "attn" not in make_model("kv4", torch.bfloat16).config.to_json_string().replace(
         "attention", ""
     )
+
+
+def other_model(model_type: str) -> Any:
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    model = auto_class(config).from_config(config, dtype=torch.bfloat16).eval()
+    quantize_kv(model, "kv4")
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("model_type", "attentions"),
+    [
+        *(("qwen3_5_text", 1), ("llama4_text", 2), ("gemma4_text", 4), ("falcon_h1", 2)),
+        *(("doge", 0), ("diffllama", 0), ("jetmoe", 0), ("falcon", 0)),
+    ],
+)
+def test_attention_of_any_form_may_read_packed(
+    model_type: str, attentions: int, packed_calls: mock.Mock
+) -> None:
+    """If it gives the cache's keys and values to its attention function alone. Two blocks of the
+    Gemma 4 read the keys of others; Doge makes a mask of the values.
+    """
+    model, cuts = other_model(model_type), [12, 1, 3, 1]
+    found = decode(model, ids(17), cuts)
+    assert packed_calls.call_count == 3 * attentions
+    with mock.patch.object(kv_cache, "kernel_reads", lambda *_: False):
+        expected = decode(model, ids(17), cuts)
+    assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_layer_learns_by_whom_its_keys_and_values_are_read() -> None:
+    query, x = torch.randn(1, 4, 3, 16), torch.randn(1, 4, 3, 16)
+
+    def layer() -> kv_cache.QuantCacheLayer:
+        return kv_cache.QuantCacheLayer(KV4(), KV4(), heads=4, attends=True)
+
+    attended, seen = layer(), layer()
+    keys, values = attended.update(x, x)
+    out, _ = attend(torch.nn.Module(), query, keys, values, None)
+    assert type(out) is torch.Tensor and attended.reads.only_to_attend
+    assert not any(type(y) is kv_attention.Handed for y in attended.update(x, x))
+    keys, values = seen.update(x, x)
+    assert type(values * 1) is torch.Tensor
+    attend(torch.nn.Module(), query, keys, values, None)
+    assert not seen.reads.only_to_attend
+    seen.reset()
+    assert type(seen.update(x, x)[0]) is kv_attention.Handed
+    without = kv_cache.QuantCacheLayer(KV4(), KV4(), heads=4)
+    assert type(without.update(x, x)[0]) is torch.Tensor
 
 
 @torch.no_grad()
