@@ -1,6 +1,7 @@
 """Static KV scales from the data, and blocks that see what the quantized cache would give them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from qtool.calibration.forwards import propagate, run
 from qtool.calibration.kv import cache
 from qtool.calibration.kv.cache import SEQUENCES, SimulatedKV, kv_constants, quantized_kv
 from qtool.calibration.statistics import subset
-from qtool.calibration.transforms.queries import observe_queries
+from qtool.calibration.transforms.queries import LEAST, attending_queries, observe_queries
 from qtool.calibration.transforms.smooth_attention import observe_keys
 from qtool.errors import QtoolError
 from qtool.models import Heads, KVCache, family_of
@@ -22,6 +23,7 @@ from qtool.models.cache_argument import CACHE
 from qtool.runtime.kv_cache import quantize_kv
 from qtool.runtime.packed_kv import kv_tensors
 from qtool.schemes.kv import KV4
+from tests.calibration.conftest import attended
 from tests.models.tiny import tiny_config
 
 TOKENS = torch.arange(4 * 64).view(4, 64) * 17 % 61
@@ -116,14 +118,94 @@ def test_kv4_stores_the_mean_of_keys_and_what_queries_read(llama: PreTrainedMode
     ).all()
 
 
-@pytest.mark.parametrize("model_type", ["cohere", "glm4", "ernie4_5", "hunyuan_v1_dense", "moshi"])
-def test_kv4_weighs_no_channel_where_queries_are_turned_otherwise(model_type: str) -> None:
-    """RoPE turns neighbours, comes before the norm, or takes angles that attention makes itself."""
+def derived_blocks(model_type: str, blocks) -> list[tuple[Block, list[Batch]]]:
     torch.manual_seed(0)
     config = tiny_config(model_type)
-    _, (found, *_) = propagated(auto_class(config).from_config(config).eval(), "kv4")
+    return blocks(auto_class(config).from_config(config).eval())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "number"),
+    [
+        *(("cohere", 0), ("glm4", 0), ("ernie4_5", 0), ("hunyuan_v1_dense", 0), ("moshi", 0)),
+        *(("llama4_text", 0), ("qwen3_5_text", 1), ("gemma4_text", 0), ("gemma4_text", 1)),
+    ],
+)
+@torch.no_grad()
+def test_kv4_weighs_keys_by_queries_that_attention_is_given(
+    model_type, number, blocks, monkeypatch
+) -> None:
+    """RoPE turns neighbours, comes before the norm, or takes angles that attention makes itself; or
+    the attention is of another form.
+    """
+    block, batches = derived_blocks(model_type, blocks)[number]
+    assert "smooth-attention" in block.family.refuses and block.family.kv_cache is not None
+    name = block.family.kv_cache.tensor("k_importance")
+    monkeypatch.setattr(cache, "cache_errors", lambda *_: {"even": 2.0, "weighted": 1.0})
+    found = kv_constants(block, "kv4", batches)
+    queries, keys = map(torch.cat, attended(block, batches))
+    heads, dim = block.family.kv_cache.heads(block.config)
+    assert queries.shape[-1] == keys.shape[-1] == dim
+    power = queries.unflatten(1, (heads, -1)).square().mean((0, 2, 3))
+    expected = power / power.mean(1, keepdim=True)
+    torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=LEAST)
+    assert found[block.family.kv_cache.tensor("k_offset")].abs().max() > 0
+    monkeypatch.setattr(cache, "cache_errors", lambda *_: {"even": 1.0, "weighted": 1.0})
+    assert (kv_constants(block, "kv4", batches)[name] == 1).all()
+
+
+@pytest.mark.parametrize("change", [lambda keys: keys + 1, lambda keys: keys.roll(1, 1)])
+@torch.no_grad()
+def test_kv4_weighs_no_channel_of_keys_that_are_changed_before_attention(change, blocks) -> None:
+    block, batches = derived_blocks("cohere", blocks)[0]
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def changed(query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Tensor:
+        return attention(query, change(key), *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", changed)
+        assert attending_queries(block, batches) is None
+        found = kv_constants(block, "kv4", batches)
     assert (found["self_attn.k_importance"] == 1).all()
-    assert found["self_attn.k_offset"].abs().max() > 0
+
+
+@torch.no_grad()
+def test_weights_of_keys_are_stored_where_they_lower_the_error(blocks) -> None:
+    """Of a query that reads two channels alone, the errors of the others do not count."""
+    block, batches = derived_blocks("cohere", blocks)[0]
+    weight = block.get("self_attn.q_proj").weight
+    weight.view(block.heads.query, block.heads.dim, -1)[:, 2:] = 0
+    weight *= 100  # so that scores matter
+    found = kv_constants(block, "kv4", batches)
+    importance = found["self_attn.k_importance"]
+    assert (importance[:, :2] > importance[:, 2:].amax(1, keepdim=True)).all()
+    exact = run(block, batches[0])
+
+    def error(weights: Tensor | None) -> Tensor:
+        quantized = SimulatedKV(KV4(found["self_attn.k_offset"], weights), KV4())
+        return (run(block, batches[0], **block.with_cache(quantized)) - exact).norm()
+
+    assert error(importance) < error(None)
+
+
+def test_a_block_without_rope_asks_for_earlier_tokens(blocks) -> None:
+    """Llama 4 scales queries by their position there."""
+    torch.manual_seed(0)
+    config = tiny_config("llama4_text", no_rope_layers=[1, 0])
+    model = auto_class(config).from_config(config).eval()
+    for block, batches in blocks(model):
+        assert (kv_constants(block, "kv8", batches)["self_attn.k_scale"] > 0).all()
+
+
+@torch.no_grad()
+def test_queries_are_the_same_as_they_are_made_and_as_they_attend(any_model, blocks) -> None:
+    for block, batches in blocks(any_model):
+        made, attending = observe_queries(block, batches), attending_queries(block, batches)
+        if attending is not None:  # some attention is not torch's own
+            torch.testing.assert_close(
+                attending.importance(), made.importance(), rtol=1e-3, atol=LEAST
+            )
 
 
 def test_the_block_is_restored_and_an_explicit_cache_wins(llama: PreTrainedModel, blocks) -> None:

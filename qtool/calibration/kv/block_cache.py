@@ -31,8 +31,8 @@ class BlockCache:
         keys, values = self.cache.update(keys[:, ::repeats], values[:, ::repeats], *args, **kwargs)
         return keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
 
-    def get_seq_length(self) -> int:
-        """Tokens of earlier forwards, which MPT's attention asks for: always 0 for a block."""
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens of earlier forwards, which some attention asks for (MPT, Llama 4): always 0."""
         return 0
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> None:

@@ -18,8 +18,8 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import run
 from qtool.calibration.statistics import maximum, subset
-from qtool.calibration.transforms.queries import observe_queries
-from qtool.calibration.transforms.smooth_attention import observe_keys
+from qtool.calibration.transforms.queries import attending_queries, observe_queries
+from qtool.calibration.transforms.smooth_attention import cache_errors, observe_keys
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
 from qtool.runtime.packed_kv import (
@@ -30,7 +30,7 @@ from qtool.runtime.packed_kv import (
     kv_quantizers,
     kv_tensors,
 )
-from qtool.schemes.kv import KVQuantizer, static_scale
+from qtool.schemes.kv import KV4, KVQuantizer, static_scale
 
 #: number of calibration sequences on which queries are observed
 SEQUENCES = 16
@@ -115,15 +115,22 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
 def _offset_and_importance(block: Block, batches: Sequence[Batch]) -> dict[str, Tensor]:
     """kv4's mean of each key channel and the power of its queries; empty without batches.
 
-    A family refuses smooth-attention if its queries cannot be computed; it has no importance.
+    A family refuses smooth-attention if it is not known how its queries are made: then those that
+    attention is given count, if they can be seen and lower the error of the block's output.
     """
     if (seen := observe_keys(block, batches)) is None:
         return {}
-    constants = {OFFSET: seen.mean.cpu()}
+    few, offset = subset(batches, SEQUENCES), {OFFSET: seen.mean.cpu()}
     if "smooth-attention" not in block.family.refuses:
-        queries = observe_queries(block, subset(batches, SEQUENCES))
-        constants[IMPORTANCE] = queries.importance().cpu()
-    return constants
+        return offset | {IMPORTANCE: observe_queries(block, few).importance().cpu()}
+    if (queries := attending_queries(block, few)) is None:
+        return offset
+    choices = {"even": None, "weighted": queries.importance()}
+    caches = {n: SimulatedKV(KV4(seen.mean, weights), KV4()) for n, weights in choices.items()}
+    errors = cache_errors(block, few, caches)
+    if errors["weighted"] >= errors["even"]:
+        return offset
+    return offset | {IMPORTANCE: queries.importance().cpu()}
 
 
 def _largest(block: Block, batches: Sequence[Batch]) -> tuple[Tensor | None, Tensor | None]:

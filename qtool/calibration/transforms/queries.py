@@ -11,15 +11,18 @@ tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from qtool.calibration.batch import Batch, to_device
 from qtool.calibration.block import Block
-from qtool.calibration.forwards import inputs_of
+from qtool.calibration.forwards import inputs_of, run
 from qtool.calibration.transforms.key_transform import KeyTransform
 
+SDPA = torch.nn.functional.scaled_dot_product_attention
 #: least importance of a channel relative to the mean of its head, so that no channel is lost
 LEAST = 1e-3
 
@@ -66,7 +69,7 @@ class Queries:
 
 @torch.no_grad()
 def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
-    """The queries of ``block`` on ``batches``, at least one."""
+    """The queries of ``block`` on ``batches``, at least one, from its linears, norms and RoPE."""
     attention, heads = block.attention, block.heads
     norm = block.get(attention.q_norm) if attention.q_norm else None
     weight, bias = block.weight(attention.q).float(), block.bias(attention.q)
@@ -89,6 +92,60 @@ def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
         moments.append((by_head.mT @ by_head).double())
         tokens += len(x)
     return Queries((torch.stack(moments).sum(0) / tokens).float())
+
+
+class Attending(TorchFunctionMode):
+    """A KV cache that keeps nothing, and the queries that torch's attention multiplies by its keys.
+
+    Attributes:
+        moment: sum over tokens of the outer products ``[Hkv, D, D]`` of these queries; None if
+            there were none.
+        tokens: number of tokens in :attr:`moment`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: Tensor | None = None
+        self.moment: Tensor | None = None
+        self.tokens = 0
+
+    def update(
+        self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Remember ``keys [B, Hkv, S, D]`` and return both."""
+        self.keys = keys
+        return keys, values
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is SDPA:
+            self.see(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def see(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> None:
+        """Add queries ``[B, H, S, D]`` if the keys are the cache's, perhaps repeated for them."""
+        if (cached := self.keys) is None or query.shape[1] % (heads := cached.shape[1]):
+            return
+        if not torch.equal(cached.repeat_interleave(key.shape[1] // heads, 1), key):
+            return
+        by_head = query.transpose(0, 1).reshape(heads, -1, query.shape[-1]).float()
+        moment = (by_head.mT @ by_head).double()
+        self.moment = moment if self.moment is None else self.moment + moment
+        self.tokens += query.shape[0] * query.shape[2]
+
+
+@torch.no_grad()
+def attending_queries(block: Block, batches: Sequence[Batch]) -> Queries | None:
+    """The queries of ``block`` on ``batches`` as they meet its keys, whatever makes them.
+
+    None if the block's attention is not torch's, or gets other keys than those of its cache.
+    """
+    seen = Attending()
+    for batch in batches:
+        with seen:
+            run(block, batch, **block.with_cache(seen))
+    return None if seen.moment is None else Queries((seen.moment / seen.tokens).float())
 
 
 def apply_rope(queries: Tensor, arguments: dict[str, object], rotated: int) -> Tensor:

@@ -16,7 +16,7 @@ the least block-output error under 4-bit keys wins; unchanged keys are always a 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -157,7 +157,8 @@ class SmoothAttention(Transform):
         few = subset(batches, self.sequences)
         queries = observe_queries(block, few)
         candidates = self.candidates(block, keys, queries)
-        errors = key_errors(block, few, candidates, keys.mean, queries)
+        caches = {n: SmoothedKV4(t, keys.mean, queries) for n, t in candidates.items()}
+        errors = cache_errors(block, few, caches)
         best = min(errors, key=lambda name: errors[name])
         fold(block, candidates[best])
         block.notes["smooth-attention"] = {
@@ -224,29 +225,19 @@ def least_score_error(transforms: KeyTransform, keys: Tensor, queries: Queries) 
     return KeyTransform(transforms.factor[best, heads], transforms.phase[best, heads])
 
 
-def key_errors(
-    block: Block,
-    batches: Sequence[Batch],
-    candidates: dict[str, KeyTransform],
-    mean: Tensor,
-    queries: Queries,
+def cache_errors(
+    block: Block, batches: Sequence[Batch], caches: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Squared block-output error of 4-bit keys under each transform, by name.
-
-    ``mean [Hkv, D]`` is the mean of the keys.
-    """
+    """Squared error of the block's output with each of ``caches`` in place of its KV cache."""
     exact = [run(block, batch) for batch in batches]
 
-    def error_of(transform: KeyTransform) -> float:
-        outputs = (
-            run(block, batch, **block.with_cache(SmoothedKV4(transform, mean, queries)))
-            for batch in batches
-        )
+    def error_of(cache: Any) -> float:
+        outputs = (run(block, batch, **block.with_cache(cache)) for batch in batches)
         return sum(
             float((o - e).double().square().sum()) for o, e in zip(outputs, exact, strict=True)
         )
 
-    return dict(zip(candidates, ranks.map_items(error_of, list(candidates.values())), strict=True))
+    return dict(zip(caches, ranks.map_items(error_of, list(caches.values())), strict=True))
 
 
 def fold(block: Block, transform: KeyTransform) -> None:
