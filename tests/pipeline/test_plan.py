@@ -37,6 +37,7 @@ from qtool.calibration.transforms.rotate import Rotate
 from qtool.calibration.transforms.smooth_attention import SmoothAttention
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
+from qtool.io.finite import PIECE_BYTES
 from qtool.io.run_record import record_path
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
@@ -815,6 +816,19 @@ def test_a_run_on_the_cpu_is_planned() -> None:
     assert cpu.host_bytes > cpu.activation_bytes == 2 * gpu.activation_bytes  # float32
     said = as_text(cpu)
     assert "on two CPU cores: time about" in said and "H200" not in said and "device" not in said
+
+
+@pytest.mark.parametrize(("variant", "pieces"), [("paper", 2), ("best", 7)])
+def test_pieces_of_embedding_and_head_are_planned_beside_the_blocks(
+    variant: str, pieces: int
+) -> None:
+    recipe = recipes.load("w8a8", variant)
+    few, some, many = (
+        plan(Job.of(config_of("llama-tiny") | {"vocab_size": size}, recipe), 2, 32, device="cpu")
+        for size in (512, 1024, 1 << 20)
+    )
+    assert some.host_bytes - few.host_bytes == pieces * 4 * 512 * 256
+    assert many.host_bytes - few.host_bytes == pieces * (PIECE_BYTES - 4 * 512 * 256)
 
 
 def test_weights_are_rounded_to_nearest_on_the_device_of_the_run() -> None:

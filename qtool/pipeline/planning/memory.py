@@ -16,6 +16,7 @@ from qtool.calibration.cost import BlockShape
 from qtool.calibration.method import LEARNING_SEQUENCES, Method
 from qtool.calibration.rounding.rtn import RoundToNearest
 from qtool.errors import QtoolError, require_count
+from qtool.io.finite import PIECE_BYTES
 from qtool.models.auto import running
 from qtool.models.parts import Heads
 from qtool.pipeline.job import Job
@@ -27,6 +28,9 @@ from qtool.units import bytes_text
 CPU_PROCESS, CUDA_PROCESS = 600_000_000, 2_000_000_000
 #: share of the free memory that a run may use, on the device and on the host, which others use too
 DEVICE_SHARE, HOST_SHARE = 0.9, 0.5
+#: float32 pieces of embedding or head that their writer holds: the rows and their 16-bit forms; if
+#: transforms rewrite them, the rows before, between and after, and in float64 before and after
+WRITTEN_PIECES, REWRITTEN_PIECES = 2, 7
 #: tokens of a batch; a longer window is a batch by itself
 BATCH_TOKENS = 4096
 #: bytes in 16 bits that a linear may read at once on a GPU, where larger batches are faster
@@ -157,7 +161,7 @@ def batch_sequences(job: Job, window: int, device: torch.device, given: int) -> 
 
 
 def host_bytes(job: Job, tokens: int, window: int, device: torch.device, kept_on_host: int) -> int:
-    """The process's peak in bytes: blocks that are read and written, or the embedding's rows.
+    """The process's peak in bytes: what is read and written at a time, or the embedding's rows.
 
     Args:
         kept_on_host: bytes of activations kept in host memory.
@@ -167,13 +171,16 @@ def host_bytes(job: Job, tokens: int, window: int, device: torch.device, kept_on
     packed = max(map(job.block_bytes, blocks))
     dims = job.family.dimensions(job.namespace)
     embedded = min(tokens, dims["vocab"]) * dims["hidden"] * job.source_dtype.itemsize
+    rewritten = any(transform.rewrites_embedding for transform in job.transforms)
+    pieces = REWRITTEN_PIECES if rewritten else WRITTEN_PIECES
+    written = pieces * min(PIECE_BYTES, 4 * dims["vocab"] * dims["hidden"])  # beside the blocks
     block = largest * job.source_dtype.itemsize
     if device.type == "cuda":
         # pinned memory is reused once its block is on the GPU: it holds one to two blocks
         return CUDA_PROCESS + kept_on_host + 3 * block // 2 + packed
     return CPU_PROCESS + max(
         kept_on_host + 4 * embedded,
-        kept_on_host + 2 * block + working_bytes(job, tokens, window, device),
+        kept_on_host + 2 * block + working_bytes(job, tokens, window, device) + written,
         2 * block + learning_bytes(job, window, device),
     )
 
