@@ -199,28 +199,28 @@ def test_blocks_whose_caches_differ_keep_vllms(
     assert "not all blocks keep keys and values of one shape" in said[0]
 
 
-def test_absent_scales_are_named(native: Native, tmp_path: Path, on_cuda: None) -> None:
-    directory, _ = quantized(native, tmp_path, "kv8")
-    name = "model.layers.0.self_attn.v_scale"
-    damaged = rewritten(directory, tmp_path / "less", {}, drop=name)
-    with pytest.raises(QtoolError, match=r"self_attn.attn: v_scale is missing"):
-        loaded(damaged, dtype="bfloat16")
-    zero = {name: torch.zeros(HEADS, DIM)}
-    with pytest.raises(QtoolError, match=r"v_scale is missing, or not a positive number"):
-        loaded(rewritten(directory, tmp_path / "zero", zero), dtype="bfloat16")
-    narrow = {name: torch.ones(HEADS, DIM // 2)}
-    with pytest.raises(QtoolError, match=r"v_scale is \[4, 32\]; 4 kv heads of 64 channels"):
-        loaded(rewritten(directory, tmp_path / "narrow", narrow), dtype="bfloat16")
-
-
-def test_key_offsets_that_are_not_finite_are_refused(
-    native: Native, tmp_path: Path, on_cuda: None
+@pytest.mark.parametrize(
+    ("cache", "tensor"),
+    [("kv8", "v_scale"), ("kv4", "k_offset"), ("kv4", "k_importance")],
+)
+def test_absent_and_damaged_tensors_are_named(
+    native: Native, tmp_path: Path, on_cuda: None, cache: str, tensor: str
 ) -> None:
-    directory, tensors = quantized(native, tmp_path, "kv4")
-    name = "model.layers.0.self_attn.k_offset"
-    damaged = {name: tensors["k_offset"] * float("nan")}
-    with pytest.raises(QtoolError, match=r"k_offset: holds 256 NaN or Inf values"):
-        loaded(rewritten(directory, tmp_path / "damaged", damaged), dtype="bfloat16")
+    directory, tensors = quantized(native, tmp_path, cache)
+    name = f"model.layers.0.self_attn.{tensor}"
+    damaged = rewritten(directory, tmp_path / "less", {}, drop=name)
+    with pytest.raises(QtoolError, match=rf"self_attn.attn: {tensor} is missing"):
+        loaded(damaged, dtype="bfloat16")
+    nan = {name: tensors[tensor] * float("nan")}
+    with pytest.raises(QtoolError, match=rf"{tensor}: holds 256 NaN or Inf values"):
+        loaded(rewritten(directory, tmp_path / "nan", nan), dtype="bfloat16")
+    if tensor != "k_offset":
+        zero = {name: torch.zeros(HEADS, DIM)}
+        with pytest.raises(QtoolError, match=rf"{tensor} is not a positive number"):
+            loaded(rewritten(directory, tmp_path / "zero", zero), dtype="bfloat16")
+    narrow = {name: torch.ones(HEADS, DIM // 2)}
+    with pytest.raises(QtoolError, match=rf"{tensor} is \[4, 32\]; 4 kv heads of 64 channels"):
+        loaded(rewritten(directory, tmp_path / "narrow", narrow), dtype="bfloat16")
 
 
 def spec_of(name: str, dim: int = DIM, heads: int = HEADS, tokens: int = TOKENS) -> Any:

@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from qtool.errors import QtoolError
 from qtool.io.finite import require_finite
 from qtool.kernels.attention.packed_cache import TOKENS
-from qtool.runtime.packed_kv import NEUTRAL, SCALES, kv_tensors
+from qtool.runtime.packed_kv import NEUTRAL, OFFSET, SCALES, kv_tensors
 from qtool.runtime.packed_linears import PackedLinears
 from qtool.serving.preflight import cache_refused
 
@@ -130,8 +130,8 @@ class KVMethod(BaseKVCacheMethod):
             if (name in SCALES) != static:
                 layer.register_parameter(PREFIX + name, None)
                 continue
-            neutral = torch.full(shape, NEUTRAL.get(name, 0.0), dtype=torch.float32)
-            parameter = nn.Parameter(neutral, requires_grad=False)
+            empty = torch.zeros(shape, dtype=torch.float32)
+            parameter = nn.Parameter(empty, requires_grad=False)
             parameter.weight_loader = self._loader(name)  # type: ignore[attr-defined]
             layer.register_parameter(PREFIX + name, parameter)
         if size_window := getattr(offered_pages(), "size_window", None):
@@ -154,15 +154,13 @@ class KVMethod(BaseKVCacheMethod):
         return load
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Refuse absent scales and damaged tensors."""
-        if self.quantizer != "kv8":
-            for name in NEUTRAL:
-                require_finite(f"{self.prefix}.{name}", getattr(layer, PREFIX + name))
-            return
-        for name in SCALES:
-            scale = getattr(layer, PREFIX + name)
-            if name not in self.loaded or not (torch.isfinite(scale) & (scale > 0)).all():
-                raise QtoolError(f"{self.prefix}: {name} is missing, or not a positive number")
+        """Refuse tensors that are absent or damaged."""
+        for name in SCALES if self.quantizer == "kv8" else NEUTRAL:
+            if name not in self.loaded:
+                raise QtoolError(f"{self.prefix}: {name} is missing; the checkpoint is damaged")
+            found = require_finite(f"{self.prefix}.{name}", getattr(layer, PREFIX + name))
+            if name != OFFSET and not (found > 0).all():
+                raise QtoolError(f"{self.prefix}: {name} is not a positive number")
 
 
 def cache_tensors(linears: PackedLinears, served: bool) -> WeightsMapper:
