@@ -16,7 +16,13 @@ from torch import Tensor
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat, native_format, same_bytes
 from qtool.format.stored_linears import packed_names
-from qtool.io.integrity import changed_beside_shards, damaged_shards, recorded_hashes
+from qtool.io.integrity import (
+    CHANGED,
+    INDEX,
+    changed_beside_shards,
+    damaged_shards,
+    recorded_hashes,
+)
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.torch_defaults import torch_defaults
@@ -68,10 +74,12 @@ def verify(
     changed = [*changed_beside_shards(directory), *damaged_shards(directory)]
     try:
         checkpoint = Checkpoint(directory)
-    except QtoolError:
+    except QtoolError as error:
         if not (changed and recorded_hashes(directory)):
             raise
         yield from (Verified(file, problem) for file, problem in changed)
+        if (INDEX, CHANGED) in changed:
+            yield Verified(str(directory), str(error))  # it may name the tensor that was edited
         return
     checkpoint_format = native_format(checkpoint.config)
     yield from (Verified(file, problem) for file, problem in changed)

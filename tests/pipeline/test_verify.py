@@ -98,6 +98,23 @@ def test_every_file_that_was_edited_beside_one_without_which_no_weight_is_read(
     assert bad[lost.name] == "the file is missing"
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_an_index_that_names_other_tensors_than_the_shards(
+    listed: bool, make_model: MakeModel, tmp_path: Path
+) -> None:
+    native = quantize(Checkpoint(make_model()), recipes.load("w4a8-lqq"), tmp_path / "native")
+    index = json.loads((native / INDEX).read_text())
+    shard = index["weight_map"].pop("model.norm.weight")
+    if listed:
+        index["weight_map"] |= {"model.norm.weight": shard, "model.norm.bias": shard}
+        said = f"{INDEX}: model.norm.bias is said to be in {shard}, but is not there"
+    else:
+        said = f"{INDEX} does not list model.norm.weight of {shard}, "
+    (native / INDEX).write_text(json.dumps(index))
+    changed, named = verify(native)
+    assert (changed.name, named.name) == (INDEX, str(native)) and named.problem.startswith(said)
+
+
 def test_a_tokenizer_that_was_edited(make_model: MakeModel, tmp_path: Path) -> None:
     """Its other files, which decide no token ids, may be."""
     source, decides = make_model(), {"tokenizer.json", "spiece.model", "vocab.json"}
