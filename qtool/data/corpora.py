@@ -203,13 +203,18 @@ def data_directory(data_dir: str | Path | None) -> Path | None:
 
 
 def _download(source: str, split: str, wanted: Source) -> list[str]:
+    """The documents of the hub's data set.
+
+    Raises:
+        QtoolError: it is not reachable, or a row has no text; the message names the row.
+    """
     import datasets
 
     first = wanted.local[0][0]
     try:
         with hub.access():
             rows = datasets.load_dataset(**wanted.hub)
-            return [row["text"] for row in islice(rows, *wanted.rows)]
+            documents = [row["text"] for row in islice(rows, *wanted.rows)]
     except Exception as error:  # datasets raises a dozen types, none of them meant for a user
         state = hub.why_not(error)
         raise QtoolError(
@@ -217,3 +222,6 @@ def _download(source: str, split: str, wanted: Source) -> list[str]:
             f"{wanted.hub['path']} ({state}): put it at {first} in a directory given by --data-dir "
             "or QTOOL_DATA_DIR, or name a text file instead"
         ) from error
+    for number, text in enumerate(documents, wanted.rows[0] + 1):
+        text_files.content_of({"text": text}, f"{wanted.hub['path']} row {number}")
+    return documents

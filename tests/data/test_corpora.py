@@ -116,6 +116,18 @@ def test_hub_rows_reach_the_caller_in_order(monkeypatch):
     assert corpora.load("pile", split="test").documents == [str(i) for i in range(9000, 10_000)]
 
 
+@pytest.mark.parametrize(("text", "kind"), [(5, "int"), (None, "NoneType")])
+def test_a_row_of_the_hub_that_has_no_text_is_named(monkeypatch, text, kind):
+    import datasets
+
+    rows = [{"text": "a"}] * 9_001 + [{"text": text}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda **kwargs: iter(rows))
+    assert len(corpora.load("pile", split="train").documents) == 9_000
+    said = rf'^NeelNanda/pile-10k row 9002 has "text" of type {kind}, expected'
+    with pytest.raises(QtoolError, match=said):
+        corpora.load("pile", split="test")
+
+
 @pytest.mark.parametrize("name", ["wikitext2", "c4", "pile"])
 def test_offline_is_one_sentence(tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
