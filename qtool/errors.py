@@ -10,6 +10,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+#: most bytes of a file's name; and of a new one's, so that ``OUT.run.json.4194304.tmp`` beside it
+#: has no more
+LONGEST_NAME, LONGEST_NEW_NAME = 255, 255 - len(".run.json.4194304.tmp")
+
 
 class QtoolError(Exception):
     """Bad input or bad usage, in one sentence.
@@ -90,13 +94,23 @@ def require_path(name: str, value: object) -> Path:
     """``value``, a string or a path, as a path; ``~`` is the home directory.
 
     Raises:
-        QtoolError: it is neither, or names no file; naming it.
+        QtoolError: it is neither, names no file or has a name that no file has; naming it.
     """
     if not isinstance(value, str | PathLike):
         raise QtoolError(f"{name} {in_one_line(repr(value))}: a string or a path is expected")
     if not str(value) or "\0" in str(value):
         raise QtoolError(f"{name} {str(value)!r}: it names no file")
-    return expand_home(value)
+    path = expand_home(value)
+    if (length := max(map(_name_bytes, path.parts), default=0)) > LONGEST_NAME:
+        raise QtoolError(
+            f"{name} {in_one_line(repr(str(value)))}: a name in it has {length} bytes; at most "
+            f"{LONGEST_NAME} are expected"
+        )
+    return path
+
+
+def _name_bytes(name: str) -> int:
+    return len(os.fsencode(name))
 
 
 def refuse_pipe(path: Path, expected: str = "a file") -> None:
@@ -120,14 +134,28 @@ def require_new_path(name: str, value: object) -> Path:
     A ``..`` behind a directory that is not there is resolved: else that directory had to be made.
 
     Raises:
-        QtoolError: it has no name of its own, such as ``.``; naming it.
+        QtoolError: it has no name of its own, such as ``.``, or a long one; naming it.
     """
     path = require_path(name, value)
     if path.name in ("", ".."):
         raise QtoolError(f"{name} {str(value)!r}: the name of a new file or directory is expected")
+    require_short_name(path)
     if ".." in path.parts and not path.parent.exists():
         return Path(os.path.realpath(path.parent), path.name)
     return path
+
+
+def require_short_name(path: Path) -> None:
+    """Refuse a new file or directory whose name leaves no room for those of the files beside it.
+
+    Raises:
+        QtoolError: naming it.
+    """
+    if (length := _name_bytes(path.name)) > LONGEST_NEW_NAME:
+        raise QtoolError(
+            f"{path}: its name has {length} bytes; at most {LONGEST_NEW_NAME} leave room for the "
+            "endings of the files beside it"
+        )
 
 
 def require_text(name: str, value: object) -> str:

@@ -135,6 +135,40 @@ def test_an_output_has_a_name(call: Callable[[Any], object], out: str | Path) ->
         call(out)
 
 
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("é" * 118, "its name has 236 bytes; at most 234 leave room"),
+        ("x" * 256 + "/out", "^out '.*out': a name in it has 256 bytes; at most 255"),
+    ],
+)
+def test_an_output_with_a_long_name_is_refused_before_any_work(
+    out: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = qtool.quantize("demo", "w4a16", recipe="fast", out="q")
+    for call in (
+        partial(qtool.quantize, "demo", "w4a16"),
+        partial(qtool.export, done, "gguf"),
+        partial(qtool.write_report, done, tasks="demo"),
+    ):
+        with pytest.raises(QtoolError, match=message):
+            call(out=out)
+
+
+def test_a_model_with_a_name_that_no_file_has_is_refused() -> None:
+    name = "x" * 256
+    for call in (
+        partial(qtool.quantize, name, "w4a16"),
+        partial(qtool.plan, name, "w4a16"),
+        partial(qtool.inspect, name),
+        partial(qtool.load, name),
+        partial(qtool.evaluate, "demo", name),
+    ):
+        with pytest.raises(QtoolError, match=f"^model '{name}': a name in it has 256 bytes"):
+            call()
+
+
 def test_an_output_is_made_without_directories_that_its_path_leaves_again(tmp_path: Path) -> None:
     out = tmp_path / "missing" / ".." / "q"
     qtool.quantize("demo", "w4a16", recipe="fast", out=out)

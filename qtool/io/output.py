@@ -23,7 +23,7 @@ from typing import IO, Any
 from torch import Tensor
 
 from qtool.distributed import ranks
-from qtool.errors import QtoolError
+from qtool.errors import QtoolError, require_short_name
 from qtool.io.integrity import CONFIG, INDEX, RECORD, hashes_beside_shards, read_record, sha256_of
 from qtool.io.model_card import model_card
 from qtool.io.safetensors import Entry, copy, read_header, write, write_json, write_text
@@ -33,8 +33,6 @@ from qtool.io.source import BASE_CARD, CARD
 RUN, JOB, LOCK, REFUSED = ".run", "job.json", "lock", "refused"
 #: the hash of a record in the run's own files, by which a damaged one is known
 OWN_HASH = "sha256 of this record"
-#: bytes of OUT's name, so that ``OUT.run.json.4194304.tmp`` beside it has at most 255
-LONGEST_NAME = 255 - len(".run.json.4194304.tmp")
 
 
 def require_new(directory: Path) -> None:
@@ -45,11 +43,7 @@ def require_new(directory: Path) -> None:
     Raises:
         QtoolError: it cannot become a result.
     """
-    if (length := len(os.fsencode(directory.name))) > LONGEST_NAME:
-        raise QtoolError(
-            f"{directory}: its name has {length} bytes; at most {LONGEST_NAME} leave room for the "
-            "endings of the files beside it"
-        )
+    require_short_name(directory)
     if directory.is_symlink() or directory.is_mount():
         raise QtoolError(
             f"{directory} is a symbolic link or a mount point, which the result cannot replace: "

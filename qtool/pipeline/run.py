@@ -9,7 +9,7 @@ from typing import Any
 
 from qtool.data.mix import count_windows
 from qtool.distributed import ranks
-from qtool.errors import expand_home
+from qtool.errors import require_path
 from qtool.exchange import export_formats
 from qtool.exchange.export_format import ExportFormat
 from qtool.exchange.exportable import exported_formats
@@ -125,7 +125,7 @@ def default_out(model: str | PathLike[str], scheme: str) -> Path:
 
     MODEL is the last part of a hub model's id, also if its directory in the hub's cache is given.
     """
-    local = expand_home(model)
+    local = require_path("model", model)
     if model == "demo" or not local.is_dir():
         return out_beside(Path(fspath(model).split("/")[-1]), scheme)
     named = Path(abspath(local))  # a link is named, not what it leads to
