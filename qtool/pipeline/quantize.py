@@ -335,7 +335,7 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
         "scheme": job.format.scheme,
         **not_served(PackedLinears(source.config, job.format)),
         **({"rotated": list(job.format.rotated)} if job.format.rotated else {}),
-        "recipe": _methods(job),
+        "recipe": _about(job.recipe) | _methods(job),
         **_stored(job),
         "calibration": dict(calibration.facts),
         "versions": versions(),
@@ -350,6 +350,11 @@ def _stored(job: Job) -> dict[str, Any]:
     if job.unknown:
         facts["unknown_tensors"] = list(job.unknown)
     return facts
+
+
+def _about(recipe: Recipe) -> dict[str, str]:
+    """What a user's recipe says about itself."""
+    return {} if recipe.built_in or not recipe.about else {"about": recipe.about}
 
 
 def _methods(job: Job) -> dict[str, Any]:

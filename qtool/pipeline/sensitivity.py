@@ -265,13 +265,18 @@ def sensitivity(
     recipe = replace(
         job.recipe,
         scheme=f"{job.recipe.scheme}-{point.bits:.2f}",
-        about=f"schemes by sensitivity: {point.bits:.3f} bits a weight",
+        about=f"schemes by sensitivity: {_in_words(point)} nats a token; "
+        + "; ".join(f"all {choice}: {_in_words(of)}" for choice, of in uniform.items()),
         layers=tuple(_rules(job, formats)),
         variant="custom",
         departures=(),
     )
     named = {job.full(block, ", ".join(linears)): of for (block, linears), of in options.items()}
     return Sensitivity(recipe, point, curve, uniform, named)
+
+
+def _in_words(point: Point) -> str:
+    return f"{point.bits:.3f} bits a weight diverge by {point.measured:.5f}"
 
 
 def _curve(

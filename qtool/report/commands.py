@@ -121,7 +121,10 @@ def recipe_file(report: Report) -> str:
     steps = [{name: dict(options)} if options else name for name, options in report.methods]
     if not steps or _is_built_in(report, layers):
         return ""
-    recipe: dict[str, Any] = {"scheme": quantization["scheme"], "layers": layers}
+    recipe: dict[str, Any] = {"scheme": quantization["scheme"]}
+    if about := report.provenance["recipe"].get("about"):
+        recipe["about"] = about
+    recipe["layers"] = layers
     if steps[:-1]:
         recipe["transforms"] = steps[:-1]
     recipe["rounding"] = steps[-1]

@@ -218,6 +218,12 @@ def test_the_recipe_stays_under_the_budget(make_model: MakeModel, tmp_path: Path
     assert found.uniform["w4a16:32"] == found.curve[0]
     assert found.curve[-1].bits == 32 and found.curve[-1].measured == 0
     assert recipes.load(None, str(out)) == found.recipe
+    of_all = found.uniform["w4a16:32"]
+    for said in (
+        f"{found.chosen.bits:.3f} bits a weight diverge by {found.chosen.measured:.5f} nats",
+        f"; all w4a16:32: {of_all.bits:.3f} bits a weight diverge by {of_all.measured:.5f}",
+    ):
+        assert said in found.recipe.about
     done = qtool.quantize(model, recipe=out, out=tmp_path / "out")
     stored_bits = total("", (row for row in qtool.inspect(done.directory) if row.layout))
     assert stored_bits.bits <= 6.0

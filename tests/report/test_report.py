@@ -203,6 +203,16 @@ def test_without_provenance_it_says_so(quantized, damage):
     assert "qtool.json is missing or damaged" in words
 
 
+def test_what_a_recipe_says_about_itself_is_told(base, tmp_path):
+    """A sensitivity's says what it measured."""
+    said = "schemes by sensitivity: 5.000 bits a weight diverge by <0.1> nats a token"
+    recipe = recipes.parse(RECIPE | {"about": said}, "test")
+    out = quantize(Checkpoint(base), recipe, tmp_path / "out")
+    assert said in page_of(out).words
+    written = yaml.safe_load(report_commands.recipe_file(collect(out, None, "cpu")))
+    assert written["about"] == said
+
+
 def test_what_the_recipe_left_out_is_told(make_model, tmp_path):
     source = make_model(num_key_value_heads=1, vocab_size=4096)
     copy_tokenizer(source)
