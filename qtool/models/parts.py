@@ -112,11 +112,20 @@ class KVCache:
             empty: the block itself.
         argument: the block's argument for the cache.
         shape: H and D; None: those of config.json.
+        q_norm: norm of the queries, with one weight ``[D]`` for all heads, whose output goes
+            through RoPE into attention alone; None if there is none, and where the family has an
+            :class:`Attention`, which names it.
+        k_norm: such a norm of the keys; a block has both or none.
+        rotary: the number of channels of a head that RoPE turns behind these norms: the first ones,
+            channels i and i + rotary / 2 together.
     """
 
     module: str = "self_attn"
     argument: str = CACHE
     shape: tuple[int, int] | None = None
+    q_norm: str | None = None
+    k_norm: str | None = None
+    rotary: int = 0
 
     def tensor(self, name: str) -> str:
         """The name within the block of the cache's tensor ``name``."""

@@ -139,7 +139,8 @@ def test_kv4_weighs_keys_by_queries_that_attention_is_given(
     the attention is of another form.
     """
     block, batches = derived_blocks(model_type, blocks)[number]
-    assert "smooth-attention" in block.family.refuses and block.family.kv_cache is not None
+    assert block.family.attention is None or "smooth-attention" in block.family.refuses
+    assert block.family.kv_cache is not None
     name = block.family.kv_cache.tensor("k_importance")
     monkeypatch.setattr(cache, "cache_errors", lambda *_: {"even": 2.0, "weighted": 1.0})
     found = kv_constants(block, "kv4", batches)

@@ -18,7 +18,7 @@ from qtool.calibration.batch import Batch
 from qtool.calibration.block import Block
 from qtool.calibration.forwards import run
 from qtool.calibration.statistics import maximum, subset
-from qtool.calibration.transforms.queries import attending_queries, observe_queries
+from qtool.calibration.transforms.queries import are_made_as_known, queries_of
 from qtool.calibration.transforms.smooth_attention import cache_errors, observe_keys
 from qtool.distributed import ranks
 from qtool.errors import QtoolError
@@ -115,22 +115,21 @@ def kv_constants(block: Block, kv: str | None, batches: Sequence[Batch]) -> dict
 def _offset_and_importance(block: Block, batches: Sequence[Batch]) -> dict[str, Tensor]:
     """kv4's mean of each key channel and the power of its queries; empty without batches.
 
-    A family refuses smooth-attention if it is not known how its queries are made: then those that
-    attention is given count, if they can be seen and lower the error of the block's output.
+    Weights of queries that are not known to be made in the common way are stored only where they
+    lower the error of the block's output.
     """
     if (seen := observe_keys(block, batches)) is None:
         return {}
     few, offset = subset(batches, SEQUENCES), {OFFSET: seen.mean.cpu()}
-    if "smooth-attention" not in block.family.refuses:
-        return offset | {IMPORTANCE: observe_queries(block, few).importance().cpu()}
-    if (queries := attending_queries(block, few)) is None:
+    if (queries := queries_of(block, few)) is None:
         return offset
+    weighted = offset | {IMPORTANCE: queries.importance().cpu()}
+    if are_made_as_known(block):
+        return weighted
     choices = {"even": None, "weighted": queries.importance()}
     caches = {n: SimulatedKV(KV4(seen.mean, weights), KV4()) for n, weights in choices.items()}
     errors = cache_errors(block, few, caches)
-    if errors["weighted"] >= errors["even"]:
-        return offset
-    return offset | {IMPORTANCE: queries.importance().cpu()}
+    return weighted if errors["weighted"] < errors["even"] else offset
 
 
 def _largest(block: Block, batches: Sequence[Batch]) -> tuple[Tensor | None, Tensor | None]:

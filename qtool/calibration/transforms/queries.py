@@ -67,6 +67,19 @@ class Queries:
         return ((lost @ self.moment) * lost).sum(2).mean(1)
 
 
+def queries_of(block: Block, batches: Sequence[Batch]) -> Queries | None:
+    """The queries of ``block`` on ``batches``, at least one; None if they cannot be seen."""
+    if are_made_as_known(block):
+        return observe_queries(block, batches)
+    return attending_queries(block, batches)
+
+
+def are_made_as_known(block: Block) -> bool:
+    """Whether it is known how linears, norms and RoPE make the queries of ``block``."""
+    family = block.family
+    return family.attention is not None and "smooth-attention" not in family.refuses
+
+
 @torch.no_grad()
 def observe_queries(block: Block, batches: Sequence[Batch]) -> Queries:
     """The queries of ``block`` on ``batches``, at least one, from its linears, norms and RoPE."""
@@ -167,10 +180,20 @@ def apply_rope(queries: Tensor, arguments: dict[str, object], rotated: int) -> T
 
 def rotary_dim(block: Block) -> int:
     """The number of channels of a head that RoPE rotates."""
-    return block.attention.rotary_dim(block.config) if block.attention.rotary else 0
+    if (attention := block.family.attention) is None:
+        return block.family.kv_cache.rotary if block.family.kv_cache else 0
+    return attention.rotary_dim(block.config) if attention.rotary else 0
+
+
+def query_and_key_norm(block: Block) -> tuple[str, str] | None:
+    """The norms of queries and keys behind their linears, if there are any."""
+    part = block.family.attention or block.family.kv_cache
+    return (part.q_norm, part.k_norm) if part and part.q_norm and part.k_norm else None
 
 
 def shared_norm(block: Block) -> bool:
     """Whether one norm weight ``[D]`` serves all heads; it is False with a single kv head."""
-    norm, heads = block.attention.q_norm, block.heads
+    if (attention := block.family.attention) is None:
+        return query_and_key_norm(block) is not None
+    norm, heads = attention.q_norm, block.heads
     return norm is not None and block.weight(norm).numel() < heads.query * heads.dim

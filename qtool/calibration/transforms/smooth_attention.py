@@ -7,7 +7,7 @@ pair (j = i + D/2 in Llama-like models):
 
 and the same for the biases. Each kv head has one lambda, which its query heads share. If norms
 follow the projections (Qwen3), the factor goes into the norms' weights, with one lambda for all
-heads.
+heads; such norms take it in attention of any form (Qwen 3.5, Gemma 4).
 
 The paper's alpha = 0.5 serves most models. Besides, a factor and a phase of every pair are fitted
 to the keys' range and the queries' power (:mod:`qtool.calibration.transforms.key_transform`), from
@@ -30,8 +30,15 @@ from qtool.calibration.forwards import run
 from qtool.calibration.method import Transform
 from qtool.calibration.statistics import batch_shapes, count_tokens, maximum, subset
 from qtool.calibration.transforms.key_transform import KeyTransform, fit, key_factor
-from qtool.calibration.transforms.queries import Queries, observe_queries, rotary_dim, shared_norm
+from qtool.calibration.transforms.queries import (
+    Queries,
+    queries_of,
+    query_and_key_norm,
+    rotary_dim,
+    shared_norm,
+)
 from qtool.distributed import ranks
+from qtool.models import Family
 from qtool.schemes.kv import KV4
 
 
@@ -118,6 +125,11 @@ class SmoothedKV4:
         return self.transform.original(self.quantizer.dequantize(packed)).to(keys.dtype), values
 
 
+def _scales(family: Family) -> bool:
+    """Whether a block of this family has queries and keys that a factor can be folded into."""
+    return family.attention is not None or bool(family.kv_cache and family.kv_cache.k_norm)
+
+
 @dataclass(kw_only=True)
 class SmoothAttention(Transform):
     """Folds a transform of the keys into the weights that make keys and queries.
@@ -149,13 +161,13 @@ class SmoothAttention(Transform):
 
     @torch.no_grad()
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
-        if block.family.attention is None:
+        if not _scales(block.family):
             return
-        keys = observe_keys(block, batches, self.tokens, self.seed)
-        if keys is None:
+        few, keys = subset(batches, self.sequences), None
+        if (queries := queries_of(block, few)) is not None:
+            keys = observe_keys(block, batches, self.tokens, self.seed)
+        if keys is None or queries is None:
             return
-        few = subset(batches, self.sequences)
-        queries = observe_queries(block, few)
         candidates = self.candidates(block, keys, queries)
         caches = {n: SmoothedKV4(t, keys.mean, queries) for n, t in candidates.items()}
         errors = cache_errors(block, few, caches)
@@ -168,7 +180,7 @@ class SmoothAttention(Transform):
         }
 
     def work(self, block: BlockShape) -> Work:
-        if block.family.attention is None:
+        if not _scales(block.family):
             return Work()
         few = min(1.0, self.sequences / block.samples)
         candidates = 1 + len(self.alphas) + bool(self.steps)
@@ -190,7 +202,7 @@ class SmoothAttention(Transform):
             # a pair that keys hardly use starts at a thousandth of the largest, because its factor
             # has no upper limit
             start = key_factor(amax.clamp_min(1e-3 * float(amax.amax())), 0.5, rotary, shared)
-            turns = block.attention.k_norm is None and rotary > 0  # a norm's weight cannot rotate
+            turns = query_and_key_norm(block) is None and rotary > 0  # a norm cannot rotate
             phases = self.phases(still) if turns else still[None]
             looked, held = centred.tensor_split(2, dim=1)
             fitted = fit(
@@ -245,17 +257,18 @@ def fold(block: Block, transform: KeyTransform) -> None:
 
     Norms after the projections take only the factors.
     """
+    factor, norms = transform.factor.double(), query_and_key_norm(block)
+    if norms and shared_norm(block):
+        block.scale_norm(norms[0], factor[0])
+        block.scale_norm(norms[1], 1 / factor[0])
+        return
     attention, heads = block.attention, block.heads
     group = heads.query // heads.kv
-    if attention.k_norm and attention.q_norm:
-        keys = 1 / transform.factor.double()
-        queries = transform.factor.double().repeat_interleave(group, 0)
-        if shared_norm(block):
-            keys, queries = keys[:1], queries[:1]
-        block.scale_norm(attention.k_norm, keys.flatten())
-        block.scale_norm(attention.q_norm, queries.flatten())
+    if norms:
+        block.scale_norm(norms[0], factor.repeat_interleave(group, 0).flatten())
+        block.scale_norm(norms[1], 1 / factor.flatten())
         return
-    exact = KeyTransform(transform.factor.double(), transform.phase.double())
+    exact = KeyTransform(factor, transform.phase.double())
 
     def change(apply: Any, rows: Tensor, shared: int) -> Tensor:
         by_head = rows.double().view(heads.kv, shared, heads.dim, -1)  # [Hkv, heads of it, D, K]

@@ -1,6 +1,7 @@
 """The attention of a block, if it is proved to be the common one."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -83,6 +84,25 @@ class BlockAttention:
             )
         return None
 
+    def normed(self, cache: KVCache, offset: float) -> KVCache:
+        """``cache`` with the norms of queries and keys, where factors can be folded into them.
+
+        It is for attention that is not :meth:`declared`.
+        """
+        dim = cache.heads(self.block.model.config)[1]
+        for call in self.block.model.trace.attentions:
+            q, k = self._projection(call.q), self._projection(call.k)
+            norms = [found[1] for found in (q, k) if found and found[1]]
+            shapes = [self.block.model.state[f"{self.block.prefix}{n}.weight"] for n in norms]
+            if len(norms) != 2 or any(tuple(shape) != (dim,) for shape in shapes):
+                continue
+            pairs = [found for found in self._pairs(call) if found is not None]
+            rotary = int(pairs[0].max()) + 1 if pairs else 0
+            attention = Attention(q_norm=norms[0], k_norm=norms[1], rotary=bool(pairs))
+            if not self._why_not_smoothed(call, attention, rotary, offset):
+                return replace(cache, q_norm=norms[0], k_norm=norms[1], rotary=rotary)
+        return cache
+
     def refused(
         self,
         attention: Attention | None,
@@ -101,16 +121,26 @@ class BlockAttention:
         if attention is None:
             # without a cache of its own it may read keys that an earlier block hands on
             attends = cache is not None or self.block.model.recorded.passes
-            return dict.fromkeys(TRANSFORMS if attends else (), self._why_unknown(unquantized))
+            reasons = dict.fromkeys(TRANSFORMS if attends else (), self._why_unknown(unquantized))
+            if cache and cache.k_norm:
+                del reasons["smooth-attention"]
+            return reasons
         if cache is None:
             return dict.fromkeys(TRANSFORMS, "its attention takes no KV cache")
-        reason = self._why_not_smoothed(attention, offset)
+        assert self.call is not None
+        reason = self._why_not_smoothed(self.call, attention, self._rotary_dim(), offset)
         return {"smooth-attention": reason} if reason else {}
 
-    def _why_not_smoothed(self, attention: Attention, offset: float) -> str:
-        """Why no factor can be folded into queries and keys; empty if one can."""
-        assert self.call is not None
-        sides = self.call.q, self.call.k
+    def _why_not_smoothed(
+        self, call: AttentionCall, attention: Attention, rotary: int, offset: float
+    ) -> str:
+        """Why no factor can be folded into queries and keys; empty if one can.
+
+        Args:
+            attention: its norms, and whether it has RoPE, are used.
+            rotary: the number of channels of a head that RoPE should turn.
+        """
+        sides = call.q, call.k
         if not all(self.block.only(channelwise(side), (), ATTENTION) for side in sides):
             return "its queries or keys go into something else than attention too"
         if bool(attention.q_norm) != bool(attention.k_norm):
@@ -120,8 +150,7 @@ class BlockAttention:
             return "its queries and keys are normed after RoPE"
         if attention.rotary and self._makes_angles():
             return "its attention makes the angles of RoPE itself"
-        turned = [self.block.model.trace.pairs.get(p) for side in sides for p in channelwise(side)]
-        if attention.rotary and not all(map(self._turns_halves, turned)):
+        if attention.rotary and not all(_turns_halves(p, rotary) for p in self._pairs(call)):
             return "RoPE turns other pairs of channels than those half a head apart"
         forms = [f for n in (attention.q_norm, attention.k_norm) if n and (f := self.block.form(n))]
         if any(form.biased or form.offset != offset for form in forms):
@@ -159,17 +188,24 @@ class BlockAttention:
             return None
         return (inner[0], call.facts[inner[0]]), self.block.short(name)
 
-    def _turns_halves(self, pairs: torch.Tensor | None) -> bool:
-        """Whether RoPE pairs channels i and i + R / 2 of the R that it turns in a head."""
-        heads = self.block.model.heads
-        if pairs is None or heads is None:
-            return False
-        apart = (pairs[:, 0] - pairs[:, 1]).abs().unique()
-        scaling = getattr(self.block.model.config, "rope_parameters", None) or {}
+    def _pairs(self, call: AttentionCall) -> list[torch.Tensor | None]:
+        """The channels that RoPE turns together of queries and of keys, ``[C, 2]`` each."""
+        pairs = self.block.model.trace.pairs
+        return [pairs.get(p) for side in (call.q, call.k) for p in channelwise(side)]
+
+    def _rotary_dim(self) -> int:
+        """The number of channels of a head that RoPE turns by config.json; 0: not one for all."""
+        heads, config = self.block.model.heads, self.block.model.config
+        scaling = getattr(config, "rope_parameters", None) or {}
         kinds = [v for v in scaling.values() if isinstance(v, dict)]  # of several kinds of blocks
-        if any(v.get("partial_rotary_factor") for v in kinds):
-            return False
-        factor = scaling.get("partial_rotary_factor") or setting(
-            self.block.model.config, "partial_rotary_factor"
-        )
-        return apart.tolist() == [int(heads.dim * (factor or 1.0)) // 2]
+        if heads is None or any(v.get("partial_rotary_factor") for v in kinds):
+            return 0
+        factor = scaling.get("partial_rotary_factor") or setting(config, "partial_rotary_factor")
+        return int(heads.dim * (factor or 1.0))
+
+
+def _turns_halves(pairs: torch.Tensor | None, rotary: int) -> bool:
+    """Whether RoPE pairs channels i and i + R / 2 of the R that it turns in a head."""
+    if pairs is None:
+        return False
+    return (pairs[:, 0] - pairs[:, 1]).abs().unique().tolist() == [rotary // 2]

@@ -41,6 +41,8 @@ def block_family(block: RecordedBlock, cache: KVCache | str | None) -> Family:
     if declared and block.model.heads and isinstance(cache, KVCache):
         # as config.json says, also where kv heads come repeated for their query heads
         cache = replace(cache, shape=(block.model.heads.kv, block.model.heads.dim))
+    elif not declared and isinstance(cache, KVCache):
+        cache = attention.normed(cache, offset)
     experts = next(iter(block.experts), None)
     return Family(
         name="",

@@ -62,8 +62,17 @@ def _of_blocks(model: RecordedModel, on_disk: DiskNames, of_block: list[Family])
 
 
 def _refused(model: RecordedModel, of_block: list[Family]) -> dict[str, str]:
-    """Methods that some block does not allow, and why."""
-    refused = {k: v for family in of_block for k, v in family.refuses.items()}
+    """Methods that some block does not allow, and why.
+
+    A block that smooth-attention passes over does not keep others from it.
+    """
+    scaled = [family.kv_cache.k_norm for family in of_block if family.kv_cache]
+    refused = {
+        method: reason
+        for family in of_block
+        for method, reason in family.refuses.items()
+        if not (method == "smooth-attention" and family.attention is None and any(scaled))
+    }
     decoder = model.modules[model.recorded.blocks.rpartition(".")[0]]
     if not isinstance(decoder, PreTrainedModel):
         refused["kv"] = "what holds its blocks is no model, which is given a cache"

@@ -58,6 +58,44 @@ def test_norms_over_all_heads_take_the_factors_of_each(kv_heads):
     torch.testing.assert_close(run(block, batches[0]), before, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "smoothed_blocks", "sizes"),
+    [
+        ("qwen3_5_text", [1], {}),
+        ("qwen3_next", [1], {}),
+        ("afmoe", [0, 1], {}),
+        ("gemma4_text", [0, 1, 3], {"num_kv_shared_layers": 0}),
+        ("gemma3n_text", [0, 1, 2, 3], {"num_kv_shared_layers": 0}),
+    ],
+)
+@torch.no_grad()
+def test_norms_of_attention_of_another_form_take_a_factor(
+    model_type, smoothed_blocks, sizes, transformed, logits
+):
+    """Its queries and keys have a norm each, whatever else it does. The keys of a block of Gemma 4
+    that hands them on are left alone.
+    """
+    torch.manual_seed(0)
+    config = tiny_config(model_type, **sizes)
+    model, family = auto_class(config).from_config(config).eval(), family_of(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.uniform_(0.5, 1.5)
+            if "k_norm" in name:
+                parameter[5] *= 20
+    smoothed = transformed(model, [SmoothAttention(steps=5, starts=2)])
+    torch.testing.assert_close(logits(smoothed), logits(model), rtol=1e-3, atol=2e-3)
+    blocks = zip(*(m.get_submodule(family.blocks) for m in (model, smoothed)), strict=True)
+    changed = [
+        number
+        for number, (before, after) in enumerate(blocks)
+        if hasattr(before, "self_attn")
+        and hasattr(before.self_attn, "k_norm")
+        and not torch.equal(before.self_attn.k_norm.weight, after.self_attn.k_norm.weight)
+    ]
+    assert changed == smoothed_blocks
+
+
 @torch.no_grad()
 def key_outliers(layer):
     """Two RoPE pairs of one kv head loud in the keys, quiet in the queries: the same attention."""
