@@ -79,6 +79,7 @@ class Attention:
     Args:
         rotary: positions turn queries and keys (RoPE), so that channels i and i + D/2 belong
             together.
+        neighbours: RoPE turns channels 2i and 2i + 1 together instead.
         partial: RoPE turns the share of a head's channels that config.json names in
             ``partial_rotary_factor``; False: all of them, whatever is named there.
     """
@@ -90,6 +91,7 @@ class Attention:
     q_norm: str | None = None
     k_norm: str | None = None
     rotary: bool = True
+    neighbours: bool = False
     partial: bool = False
 
     def rotary_dim(self, config: Any) -> int:

@@ -14,7 +14,12 @@ from qtool.calibration.forwards import propagate, run
 from qtool.calibration.kv import cache
 from qtool.calibration.kv.cache import SEQUENCES, SimulatedKV, kv_constants, quantized_kv
 from qtool.calibration.statistics import subset
-from qtool.calibration.transforms.queries import LEAST, attending_queries, observe_queries
+from qtool.calibration.transforms.queries import (
+    LEAST,
+    are_made_as_known,
+    attending_queries,
+    observe_queries,
+)
 from qtool.calibration.transforms.smooth_attention import observe_keys
 from qtool.errors import QtoolError
 from qtool.models import Heads, KVCache, family_of
@@ -139,8 +144,7 @@ def test_kv4_weighs_keys_by_queries_that_attention_is_given(
     the attention is of another form.
     """
     block, batches = derived_blocks(model_type, blocks)[number]
-    assert block.family.attention is None or "smooth-attention" in block.family.refuses
-    assert block.family.kv_cache is not None
+    assert not are_made_as_known(block) and block.family.kv_cache is not None
     name = block.family.kv_cache.tensor("k_importance")
     monkeypatch.setattr(cache, "cache_errors", lambda *_: {"even": 2.0, "weighted": 1.0})
     found = kv_constants(block, "kv4", batches)

@@ -62,6 +62,10 @@ class Queries:
         mean = power.mean(1, keepdim=True)
         return torch.where(mean > 0, power / mean, 1.0).clamp_min(LEAST)
 
+    def of_channels(self, order: Tensor) -> "Queries":
+        """These queries with their channels in ``order [D]``."""
+        return Queries(self.moment[:, order][:, :, order])
+
     def score_error(self, lost: Tensor) -> Tensor:
         """Mean square ``[Hkv]`` of the score errors from the key errors ``lost [Hkv, T, D]``."""
         return ((lost @ self.moment) * lost).sum(2).mean(1)
@@ -76,8 +80,10 @@ def queries_of(block: Block, batches: Sequence[Batch]) -> Queries | None:
 
 def are_made_as_known(block: Block) -> bool:
     """Whether it is known how linears, norms and RoPE make the queries of ``block``."""
-    family = block.family
-    return family.attention is not None and "smooth-attention" not in family.refuses
+    attention = block.family.attention
+    if attention is None or attention.neighbours:
+        return False
+    return "smooth-attention" not in block.family.refuses
 
 
 @torch.no_grad()
@@ -183,6 +189,14 @@ def rotary_dim(block: Block) -> int:
     if (attention := block.family.attention) is None:
         return block.family.kv_cache.rotary if block.family.kv_cache else 0
     return attention.rotary_dim(block.config) if attention.rotary else 0
+
+
+def pair_order(block: Block, dim: int) -> Tensor:
+    """The channels ``[D]`` of a head, so that RoPE turns the i-th and the (i + R/2)-th together."""
+    every, rotary = torch.arange(dim, device=block.device), rotary_dim(block)
+    if block.family.attention is None or not block.attention.neighbours:
+        return every
+    return torch.cat([every[:rotary:2], every[1:rotary:2], every[rotary:]])
 
 
 def query_and_key_norm(block: Block) -> tuple[str, str] | None:

@@ -1,7 +1,7 @@
 """SmoothAttention: keys are made easy to quantize for a 4-bit cache, queries take the inverse.
 
 QServe section 3.2. With post-RoPE keys K [Hkv, D], for the channels i and j that RoPE rotates as a
-pair (j = i + D/2 in Llama-like models):
+pair (j = i + D/2 in Llama-like models, i + 1 in GLM-4 and Cohere):
 
     lambda_i = lambda_j = max(max|K_i|, max|K_j|)^alpha    W_q <- Lambda W_q,  W_k <- Lambda^-1 W_k
 
@@ -32,6 +32,7 @@ from qtool.calibration.statistics import batch_shapes, count_tokens, maximum, su
 from qtool.calibration.transforms.key_transform import KeyTransform, fit, key_factor
 from qtool.calibration.transforms.queries import (
     Queries,
+    pair_order,
     queries_of,
     query_and_key_norm,
     rotary_dim,
@@ -86,6 +87,10 @@ class Keys:
     mean: Tensor
     sample: Tensor
 
+    def of_channels(self, order: Tensor) -> "Keys":
+        """These keys with their channels in ``order [D]``."""
+        return Keys(*(x[..., order] for x in (self.amax, self.mean, self.sample)))
+
 
 def observe_keys(
     block: Block, batches: Sequence[Batch], tokens: int = 0, seed: int = 0
@@ -111,18 +116,25 @@ def observe_keys(
 
 
 class SmoothedKV4:
-    """A KV cache of 4-bit keys after ``transform``; the keys have the mean ``mean [Hkv, D]``."""
+    """A KV cache of 4-bit keys after ``transform``; the keys have the mean ``mean [Hkv, D]``.
 
-    def __init__(self, transform: KeyTransform, mean: Tensor, queries: Queries) -> None:
-        self.transform = transform
+    All of these have their channels in ``order`` (:func:`.pair_order`); keys that are given and
+    returned have not.
+    """
+
+    def __init__(
+        self, transform: KeyTransform, mean: Tensor, queries: Queries, order: Tensor
+    ) -> None:
+        self.transform, self.order, self.back = transform, order, order.argsort()
         self.quantizer = KV4(transform.keys(mean[:, None])[:, 0], queries.importance(transform))
 
     def update(
         self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """The keys ``[B, Hkv, S, D]`` as attention reads them."""
-        packed = self.quantizer.quantize(self.transform.keys(keys.float()))
-        return self.transform.original(self.quantizer.dequantize(packed)).to(keys.dtype), values
+        packed = self.quantizer.quantize(self.transform.keys(keys.float()[..., self.order]))
+        read = self.transform.original(self.quantizer.dequantize(packed))
+        return read[..., self.back].to(keys.dtype), values
 
 
 def _scales(family: Family) -> bool:
@@ -168,8 +180,10 @@ class SmoothAttention(Transform):
             keys = observe_keys(block, batches, self.tokens, self.seed)
         if keys is None or queries is None:
             return
+        order = pair_order(block, keys.mean.shape[1])
+        keys, queries = keys.of_channels(order), queries.of_channels(order)
         candidates = self.candidates(block, keys, queries)
-        caches = {n: SmoothedKV4(t, keys.mean, queries) for n, t in candidates.items()}
+        caches = {n: SmoothedKV4(t, keys.mean, queries, order) for n, t in candidates.items()}
         errors = cache_errors(block, few, caches)
         best = min(errors, key=lambda name: errors[name])
         fold(block, candidates[best])
@@ -258,22 +272,25 @@ def fold(block: Block, transform: KeyTransform) -> None:
     Norms after the projections take only the factors.
     """
     factor, norms = transform.factor.double(), query_and_key_norm(block)
+    order = pair_order(block, factor.shape[1])
+    back = order.argsort()
     if norms and shared_norm(block):
-        block.scale_norm(norms[0], factor[0])
-        block.scale_norm(norms[1], 1 / factor[0])
+        block.scale_norm(norms[0], factor[0, back])
+        block.scale_norm(norms[1], 1 / factor[0, back])
         return
     attention, heads = block.attention, block.heads
     group = heads.query // heads.kv
     if norms:
-        block.scale_norm(norms[0], factor.repeat_interleave(group, 0).flatten())
-        block.scale_norm(norms[1], 1 / factor.flatten())
+        block.scale_norm(norms[0], factor[:, back].repeat_interleave(group, 0).flatten())
+        block.scale_norm(norms[1], 1 / factor[:, back].flatten())
         return
     exact = KeyTransform(factor, transform.phase.double())
 
     def change(apply: Any, rows: Tensor, shared: int) -> Tensor:
         by_head = rows.double().view(heads.kv, shared, heads.dim, -1)  # [Hkv, heads of it, D, K]
-        changed = apply(by_head.permute(1, 3, 0, 2)[..., None, :])[..., 0, :]
-        return changed.permute(2, 0, 3, 1).reshape(rows.shape)
+        channels = by_head[:, :, order].permute(1, 3, 0, 2)[..., None, :]
+        changed = apply(channels)[..., 0, :].permute(2, 0, 3, 1)
+        return changed[:, :, back].reshape(rows.shape)
 
     block.change_rows(attention.k, lambda rows: change(exact.keys, rows, 1))
     block.change_rows(attention.q, lambda rows: change(exact.queries, rows, group))

@@ -80,6 +80,7 @@ class BlockAttention:
                 q_norm=q[1],
                 k_norm=k[1],
                 rotary=any(fact.kind == Kind.TURNED for fact in facts),
+                neighbours=all(map(_are_neighbours, self._pairs(call))),
                 partial=True,
             )
         return None
@@ -150,8 +151,9 @@ class BlockAttention:
             return "its queries and keys are normed after RoPE"
         if attention.rotary and self._makes_angles():
             return "its attention makes the angles of RoPE itself"
-        if attention.rotary and not all(_turns_halves(p, rotary) for p in self._pairs(call)):
-            return "RoPE turns other pairs of channels than those half a head apart"
+        turns = self._turns_neighbours if attention.neighbours else _turns_halves
+        if attention.rotary and not all(turns(pairs, rotary) for pairs in self._pairs(call)):
+            return "RoPE turns other pairs of channels than neighbours or those half a head apart"
         forms = [f for n in (attention.q_norm, attention.k_norm) if n and (f := self.block.form(n))]
         if any(form.biased or form.offset != offset for form in forms):
             return "its norms on queries and keys are not those of the block"
@@ -193,6 +195,13 @@ class BlockAttention:
         pairs = self.block.model.trace.pairs
         return [pairs.get(p) for side in (call.q, call.k) for p in channelwise(side)]
 
+    def _turns_neighbours(self, pairs: torch.Tensor | None, rotary: int) -> bool:
+        """Whether RoPE pairs channels 2i and 2i + 1 of the first R of each head."""
+        heads = self.block.model.heads
+        if pairs is None or heads is None or not _are_neighbours(pairs):
+            return False
+        return int((pairs % heads.dim).max()) + 1 == rotary
+
     def _rotary_dim(self) -> int:
         """The number of channels of a head that RoPE turns by config.json; 0: not one for all."""
         heads, config = self.block.model.heads, self.block.model.config
@@ -202,6 +211,11 @@ class BlockAttention:
             return 0
         factor = scaling.get("partial_rotary_factor") or setting(config, "partial_rotary_factor")
         return int(heads.dim * (factor or 1.0))
+
+
+def _are_neighbours(pairs: torch.Tensor | None) -> bool:
+    """Whether each pair consists of channels 2i and 2i + 1."""
+    return pairs is not None and bool((pairs[:, 0] // 2 == pairs[:, 1] // 2).all())
 
 
 def _turns_halves(pairs: torch.Tensor | None, rotary: int) -> bool:

@@ -40,6 +40,23 @@ def test_rope_turns_what_the_class_turns(model_type, transformed, logits):
     torch.testing.assert_close(logits(smoothed), logits(model), rtol=1e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("model_type", ["cohere", "cohere2", "ernie4_5", "glm", "glm4", "helium"])
+@torch.no_grad()
+def test_rope_may_turn_neighbours(model_type, transformed, logits):
+    """GLM's turns half of the channels; its linears have biases."""
+    model = make_model(tiny_config(model_type))
+    attention = model.get_submodule(family_of(model.config).blocks)[0].self_attn
+    dim = attention.head_dim
+    for channel in (2, 3, dim - 1):
+        attention.k_proj.weight[channel::dim] *= 20
+    assert family_of(model.config).attention.neighbours
+    smoothed = transformed(model, [SmoothAttention(steps=5, starts=2)])
+    torch.testing.assert_close(logits(smoothed), logits(model), rtol=2e-3, atol=5e-3)
+    after = smoothed.get_submodule(family_of(model.config).blocks)[0].self_attn
+    ratio = (after.k_proj.weight.norm(dim=1) / attention.k_proj.weight.norm(dim=1)).view(-1, dim)
+    assert (ratio[:, 2:4] < 0.5).all()  # louder than others, as is their pair
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @torch.no_grad()
 def test_norms_over_all_heads_take_the_factors_of_each(kv_heads):
