@@ -75,6 +75,14 @@ def test_norms_over_all_heads_take_the_factors_of_each(kv_heads):
     torch.testing.assert_close(run(block, batches[0]), before, rtol=1e-4, atol=1e-4)
 
 
+#: the last two of six blocks read the keys of the two before them
+SHARED = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "per_layer_config": {str(number): {"head_dim": 64} for number in (1, 3, 5)},
+}
+
+
 @pytest.mark.parametrize(
     ("model_type", "smoothed_blocks", "sizes"),
     [
@@ -82,6 +90,7 @@ def test_norms_over_all_heads_take_the_factors_of_each(kv_heads):
         ("qwen3_next", [1], {}),
         ("afmoe", [0, 1], {}),
         ("gemma4_text", [0, 1, 3], {"num_kv_shared_layers": 0}),
+        ("gemma4_text", [0, 1], SHARED),
         ("gemma3n_text", [0, 1, 2, 3], {"num_kv_shared_layers": 0}),
     ],
 )
@@ -89,8 +98,8 @@ def test_norms_over_all_heads_take_the_factors_of_each(kv_heads):
 def test_norms_of_attention_of_another_form_take_a_factor(
     model_type, smoothed_blocks, sizes, transformed, logits
 ):
-    """Its queries and keys have a norm each, whatever else it does. The keys of a block of Gemma 4
-    that hands them on are left alone.
+    """Its queries and keys have a norm each, whatever else it does. Keys that a block of Gemma 4
+    hands on are left alone.
     """
     torch.manual_seed(0)
     config = tiny_config(model_type, **sizes)
