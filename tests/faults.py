@@ -715,9 +715,27 @@ FAULTS = [
         ),
         (
             "qtool/calibration/kv/cache.py",
-            '"smooth-attention" not in block.family.refuses',
+            'errors["weighted"] < errors["even"]',
             "True",
             "tests/calibration/test_kv.py",
+        ),
+        (
+            "qtool/calibration/transforms/queries.py",
+            "attention is None or attention.neighbours",
+            "attention is None",
+            "tests/calibration/test_kv.py",
+        ),
+        (
+            "qtool/calibration/transforms/smooth_attention.py",
+            "by_head[:, :, order]",
+            "by_head",
+            "tests/calibration/transforms/test_smooth_attention.py",
+        ),
+        (
+            "qtool/runtime/kv_attention.py",
+            "self.to_attend and not self.otherwise",
+            "self.to_attend",
+            "tests/runtime/test_kv_attention.py",
         ),
         (
             "qtool/calibration/transforms/smooth.py",
