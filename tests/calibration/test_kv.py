@@ -123,9 +123,9 @@ def test_kv4_stores_the_mean_of_keys_and_what_queries_read(llama: PreTrainedMode
     ).all()
 
 
-def derived_blocks(model_type: str, blocks) -> list[tuple[Block, list[Batch]]]:
+def derived_blocks(model_type: str, blocks, **sizes: Any) -> list[tuple[Block, list[Batch]]]:
     torch.manual_seed(0)
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **sizes)
     return blocks(auto_class(config).from_config(config).eval())
 
 
@@ -196,10 +196,7 @@ def test_weights_of_keys_are_stored_where_they_lower_the_error(blocks) -> None:
 
 def test_a_block_without_rope_asks_for_earlier_tokens(blocks) -> None:
     """Llama 4 scales queries by their position there."""
-    torch.manual_seed(0)
-    config = tiny_config("llama4_text", no_rope_layers=[1, 0])
-    model = auto_class(config).from_config(config).eval()
-    for block, batches in blocks(model):
+    for block, batches in derived_blocks("llama4_text", blocks, no_rope_layers=[1, 0]):
         assert (kv_constants(block, "kv8", batches)["self_attn.k_scale"] > 0).all()
 
 

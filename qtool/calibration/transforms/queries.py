@@ -22,6 +22,7 @@ from qtool.calibration.block import Block
 from qtool.calibration.forwards import inputs_of, run
 from qtool.calibration.transforms.key_transform import KeyTransform
 
+#: torch's attention
 SDPA = torch.nn.functional.scaled_dot_product_attention
 #: least importance of a channel relative to the mean of its head, so that no channel is lost
 LEAST = 1e-3

@@ -175,10 +175,11 @@ class SmoothAttention(Transform):
     def apply(self, block: Block, batches: Sequence[Batch]) -> None:
         if not _scales(block.family):
             return
-        few, keys = subset(batches, self.sequences), None
-        if (queries := queries_of(block, few)) is not None:
-            keys = observe_keys(block, batches, self.tokens, self.seed)
-        if keys is None or queries is None:
+        keys = observe_keys(block, batches, self.tokens, self.seed)
+        if keys is None:
+            return
+        few = subset(batches, self.sequences)
+        if (queries := queries_of(block, few)) is None:
             return
         order = pair_order(block, keys.mean.shape[1])
         keys, queries = keys.of_channels(order), queries.of_channels(order)

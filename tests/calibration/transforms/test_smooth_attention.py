@@ -122,6 +122,14 @@ def test_norms_of_attention_of_another_form_take_a_factor(
     assert changed == smoothed_blocks
 
 
+def test_nothing_is_smoothed_without_batches(llama, blocks):
+    block, _ = blocks(llama)[0]
+    before = block.weight("self_attn.k_proj").clone()
+    SmoothAttention().apply(block, [])
+    assert torch.equal(block.weight("self_attn.k_proj"), before)
+    assert "smooth-attention" not in block.notes
+
+
 @torch.no_grad()
 def key_outliers(layer):
     """Two RoPE pairs of one kv head loud in the keys, quiet in the queries: the same attention."""
