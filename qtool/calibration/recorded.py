@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from qtool.kernels.recording import recording
+
 
 class Recorded:
     """A ``function`` that changes tensors in place and returns nothing, recorded and replayed.
@@ -62,9 +64,9 @@ class Recorded:
         """
         self.leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with recording(graph, torch.cuda.Stream(device)):
                 self.function(*tree_unflatten(self.leaves, structure))
         except RuntimeError:
             self.refused = True

@@ -30,6 +30,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from qtool.errors import in_one_line
 from qtool.kernels.dtypes import HALF
+from qtool.kernels.recording import recording
 from qtool.models import family_of
 from qtool.models.cache_argument import CACHE, OLDER, with_cache_renamed
 from qtool.models.parts import Heads
@@ -293,8 +294,8 @@ class Step:
 
     def record(self, forward: Any, cache: StaticCache) -> None:
         """Record :meth:`run`, which must have run before, so that all kernels are loaded."""
-        self.graph, stream = torch.cuda.CUDAGraph(), _recording_stream(self.keys.device)
-        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
+        self.graph = torch.cuda.CUDAGraph()
+        with recording(self.graph, _recording_stream(self.keys.device)):
             out = self.run(forward, cache)
         self.output, self.logits = type(out), out.logits  # no reference to the cache
 
