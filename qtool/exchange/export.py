@@ -360,7 +360,7 @@ def keeps_kv_scales(target: ExportFormat, kv: str | None, family: Family, settin
     stored = require_returned(
         target, "kv_tensors", target.kv_tensors(scales, scales), dict[str, Tensor]
     )
-    caches = (family.at(settings, n).kv_cache for n in range(settings.num_hidden_layers))
+    caches = (own.kv_cache for own in family.of_blocks(settings))
     return (
         kv == "kv8"
         and {cache.module for cache in caches if cache} == {"self_attn"}

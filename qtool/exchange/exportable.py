@@ -130,8 +130,7 @@ def _formats(
         )
     namespace = model.settings(config)
     formats: dict[str, LinearFormat | None] = dict.fromkeys(model.other_linears)
-    for block in range(int(namespace.num_hidden_layers)):
-        family = model.at(namespace, block)
+    for block, family in enumerate(model.of_blocks(namespace)):
         shapes = family.block_shapes(namespace)
         ranks = family.tensor_parallel(namespace, tensor_parallel)
         prefix = f"{family.blocks}.{block}."

@@ -175,6 +175,10 @@ class Family:
             )
         return family.of_experts(experts)
 
+    def of_blocks(self, config: Any) -> "list[Family]":
+        """The families of all blocks, in order."""
+        return [self.at(config, block) for block in range(int(config.num_hidden_layers))]
+
     @cache  # noqa: B019  (families live as long as the program)
     def of_experts(self, count: int) -> "Family":
         """The family with the groups and tensors of all experts."""
@@ -255,8 +259,8 @@ class Family:
 
     def all_linears(self, config: Any) -> Iterator[str]:
         """Full names of the linears of all blocks that may be quantized."""
-        for block in range(int(config.num_hidden_layers)):
-            for linear in self.at(config, block).linears():
+        for block, own in enumerate(self.of_blocks(config)):
+            for linear in own.linears():
                 yield f"{self.blocks}.{block}.{linear}"
 
     def place(self, name: str) -> tuple[int | None, str]:

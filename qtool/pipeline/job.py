@@ -130,8 +130,8 @@ class Job(Architecture):
         plugins.require_kinds(rounding, rounding.name, plugins.properties(Rounding))
         require_count(f"{rounding.name}: iteration", rounding.iteration)
         first: dict[Family, int] = {}  # the first block of each kind
-        for block in range(settings.num_hidden_layers):
-            first.setdefault(family.at(settings, block), block)
+        for block, own in enumerate(family.of_blocks(settings)):
+            first.setdefault(own, block)
         if recipe.built_in:  # its rules name the linears of every family
             shapes = {
                 f"{family.blocks}.{block}.{name}": kind.shape(f"{name}.weight", settings)

@@ -198,9 +198,9 @@ def quantize_kv(model: PreTrainedModel, kv: str) -> None:
     family = family_of(model.config)
     decoder: Any = model.get_submodule(family.blocks.rpartition(".")[0])
     settings = family.settings(model.config.to_dict())
-    of_block = {n: family.at(settings, n) for n in range(settings.num_hidden_layers)}
-    scales = {n: kv_tensors(kv, own, settings) for n, own in of_block.items()}
-    caches = {n: own for n, own in of_block.items() if own.kv_cache}
+    of_blocks = family.of_blocks(settings)
+    scales = [kv_tensors(kv, own, settings) for own in of_blocks]
+    caches = {n: own for n, own in enumerate(of_blocks) if own.kv_cache}
     for number, own in caches.items():
         attention = _attention(decoder, number, own)
         for name, spec in scales[number].items():

@@ -63,8 +63,8 @@ def missing_kv_tensors(kv: str | None, config: Any, stored: Container[str]) -> l
     settings = family.settings(config)
     return [
         name
-        for block in range(settings.num_hidden_layers)
-        for within in kv_tensors(kv, family.at(settings, block), settings)
+        for block, own in enumerate(family.of_blocks(settings))
+        for within in kv_tensors(kv, own, settings)
         if (name := f"{family.blocks}.{block}.{within}") not in stored
     ]
 

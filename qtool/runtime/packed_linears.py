@@ -105,8 +105,7 @@ class PackedLinears:
                 has in 16 bits.
         """
         self.refuse_mamba_1()
-        for block in range(self.settings.num_hidden_layers):
-            family = self._block(block)
+        for block, family in enumerate(self.family.of_blocks(self.settings)):
             prefix = f"{self.family.blocks}.{block}."
             for module, parts in joined_in_block(family).items():
                 names = [prefix + part for part in parts]
@@ -137,8 +136,7 @@ class PackedLinears:
         Raises:
             QtoolError: naming it and its layout.
         """
-        block, within = self.family.place(name)
-        family, found = self._block(block or 0), self.of(name)
+        (family, within), found = self.place(name), self.of(name)
         if found is None or not family.fused_by_head or within not in family.fused:
             return
         n, k = self.shape(name)
@@ -170,7 +168,7 @@ class PackedLinears:
     @cached_property
     def families(self) -> frozenset[Family]:
         """The families of single blocks."""
-        return frozenset(map(self._block, range(self.settings.num_hidden_layers)))
+        return frozenset(self.family.of_blocks(self.settings))
 
     def formats(self) -> dict[str, LinearFormat]:
         """The formats of all packed linears, by their full names."""
@@ -187,7 +185,7 @@ class PackedLinears:
     def place(self, name: str) -> tuple[Family, str]:
         """The family of the block that the linear ``name`` is in, and its name within the block."""
         block, within = self.family.place(name)
-        return self._block(block or 0), within
+        return self.family.at(self.settings, block or 0), within
 
     def share(self, name: str, ranks: int) -> tuple[tuple[int, ...], int, int]:
         """The share that one of ``ranks`` GPUs has of the linear ``name``.
@@ -217,15 +215,11 @@ class PackedLinears:
             )
         return tuple(size // cuts[part] for part, size in parts.items()), k // columns, columns
 
-    def _block(self, block: int) -> Family:
-        return self.family.at(self.settings, block)
-
     @cached_property
     def _linears(self) -> list[dict[str, None]]:
         """The linears of each block, in the family's order."""
-        each: dict[Family, dict[str, None]] = {}  # equal blocks share one object
-        blocks = [self._block(block) for block in range(self.settings.num_hidden_layers)]
-        return [each.setdefault(block, dict.fromkeys(block.linears())) for block in blocks]
+        linears = {own: dict.fromkeys(own.linears()) for own in self.families}
+        return [linears[own] for own in self.family.of_blocks(self.settings)]
 
 
 def require_computed(layer: str, limit: float | None, *, common: bool) -> None:

@@ -39,9 +39,8 @@ class OnlineHadamard(Transform):
 
     def prepare(self, family: Family, config: Any) -> None:
         super().prepare(family, config)
-        kinds = dict.fromkeys(family.at(config, i) for i in range(config.num_hidden_layers))
         divides: dict[str, bool] = {}
-        for kind in kinds:
+        for kind in dict.fromkeys(family.of_blocks(config)):
             downs = [g for g in kind.groups if recipe_group(g) == "product" and not _of_relu(g)]
             for name in (name for group in downs for name in group.linears):
                 whole = kind.shape(f"{name}.weight", config)[1] % SPAN == 0
