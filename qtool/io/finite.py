@@ -16,14 +16,10 @@ CPU = torch.device("cpu")
 def finite_rows(source: Checkpoint, name: str, device: torch.device = CPU) -> Iterator[Tensor]:
     """The rows of matrix ``name`` on ``device``, in pieces that have 64 MiB in float32."""
     rows, columns = source.entry(name).shape
-    step = max(1, PIECE_BYTES // (4 * columns))
-    for start in range(0, rows, step):
-        yield _finite(source, name, slice(start, start + step), device)
-
-
-def _finite(source: Checkpoint, name: str, rows: slice, device: torch.device) -> Tensor:
-    piece = source.read(name, rows, pinned=device.type == "cuda")
-    return require_finite(name, piece.to(device))
+    step, pinned = max(1, PIECE_BYTES // (4 * columns)), device.type == "cuda"
+    for start in range(0, rows, step):  # no piece has a name here, which would hold it meanwhile
+        piece_rows = slice(start, start + step)
+        yield require_finite(name, source.read(name, piece_rows, pinned=pinned).to(device))
 
 
 def require_all_finite(tensors: Mapping[str, Tensor]) -> None:
