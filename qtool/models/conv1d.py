@@ -5,6 +5,8 @@ Here it is a linear like any other; its weight is turned as it is read.
 
 from torch import nn
 
+from qtool.models.experts import linear_of
+
 
 class FromConv1D(nn.Linear):
     """A linear in the place of a ``Conv1D``."""
@@ -16,8 +18,5 @@ def replace_conv1d(model: nn.Module) -> None:
 
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
-            inputs, outputs = module.weight.shape
-            weight = nn.Parameter(module.weight.T.contiguous(), requires_grad=False)
-            linear = FromConv1D(inputs, outputs, device="meta")
-            linear.weight, linear.bias = weight, module.bias
-            model.set_submodule(name, linear)
+            turned = module.weight.T.contiguous()
+            model.set_submodule(name, linear_of(turned, module.bias, FromConv1D))
