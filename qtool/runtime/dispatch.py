@@ -162,7 +162,7 @@ def _w4a8_prepared(call: Call) -> "PreparedLinear":
 
     weight = packed_weight(call.format.scheme, *_w4a8_tensors(call.stored))
     kernel = operand(call.format.scheme, call.format.group_size)
-    return _prepared(kernel, weight, len(weight.scale1), call)
+    return _prepared(kernel, weight, call)
 
 
 def _w8a8(call: Call) -> Tensor:
@@ -186,15 +186,15 @@ def _w8a8_prepared(call: Call) -> "PreparedLinear":
     from qtool.kernels.hopper.gemm import Weight
     from qtool.kernels.hopper.w8a8 import OPERAND
 
-    scale = call.stored["scale"][:, 0]
-    weight = Weight(scale, boxed=call.stored["qweight"].view(torch.int8))
-    return _prepared(OPERAND, weight, len(scale), call)
+    codes = call.stored["qweight"].view(torch.int8)
+    return _prepared(OPERAND, Weight(call.stored["scale"][:, 0], boxed=codes), call)
 
 
-def _prepared(operand: "Operand", weight: "Weight", n: int, call: Call) -> "PreparedLinear":
+def _prepared(operand: "Operand", weight: "Weight", call: Call) -> "PreparedLinear":
     from qtool.kernels.hopper.prepared import PreparedLinear
 
-    shape, dtypes = (n, call.x.shape[-1]), (call.x.dtype, call.out_dtype)
+    shape = (len(weight.scale1), call.x.shape[-1])
+    dtypes = (call.x.dtype, call.out_dtype)
     norm = (call.norm, call.epsilon)
     order, rotated = call.permutation, call.format.rotated
     return PreparedLinear(operand, weight, call.bias, order, norm, shape, *dtypes, rotated=rotated)
