@@ -2018,7 +2018,7 @@ FAULTS = [
             "tests/pipeline/test_calibration_windows.py -k another_text",
         ),
         (
-            "qtool/pipeline/recipe_fit/tile_fit.py",
+            "qtool/pipeline/recipe_fit/part_names.py",
             'rf"\\.\\d+\\.({',
             'rf"({',
             "tests/pipeline/test_tile_fit.py tests/pipeline/test_family_recipe.py",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from qtool.pipeline.recipe_fit.tile_fit import role_name, role_pattern, roles_match
+from qtool.pipeline.recipe_fit.part_names import role_name, role_pattern, roles_match
 from qtool.recipes import LayerRule, Recipe
 
 #: largest share of the linears' weights that may stay in 16 bits

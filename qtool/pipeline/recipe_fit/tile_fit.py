@@ -7,15 +7,14 @@ layout that the user chose by name (``--layout``, a recipe file) is never replac
 does not fit it is an error. :mod:`.group_fit` handles group sizes.
 """
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from qtool import layouts
 from qtool.errors import QtoolError
 from qtool.layouts.row_major import BY_BITS
+from qtool.pipeline.recipe_fit.part_names import role_name, role_pattern, roles_match
 from qtool.recipes import LayerRule, Recipe
-from qtool.units import whole_number
 
 
 def for_shapes(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> Recipe:
@@ -58,26 +57,3 @@ def _fits(rule: LayerRule, n: int, k: int) -> bool:
     except QtoolError:
         return False
     return True
-
-
-def roles_match(patterns: Iterable[str]) -> str:
-    """A rule's ``match`` for all linears with these patterns of :func:`role_pattern`.
-
-    A name within a block comes after a number: BERT's ``attention.output.dense`` is no
-    ``output.dense``.
-    """
-    return rf"\.\d+\.({'|'.join(patterns)})$"
-
-
-def role_pattern(name: str) -> str:
-    """A regex for linears like ``name``: its name within the block, with any expert's number."""
-    parts = name.split(".")
-    block = next(index for index, part in enumerate(parts) if whole_number(part) is not None)
-    return r"\.".join(
-        re.escape(part) if whole_number(part) is None else r"\d+" for part in parts[block + 1 :]
-    )
-
-
-def role_name(pattern: str) -> str:
-    """A :func:`role_pattern` for people, with ``*`` for any expert's number."""
-    return pattern.replace(r"\d+", "*").replace("\\", "")
