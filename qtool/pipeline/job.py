@@ -195,7 +195,7 @@ class Job(Architecture):
 
     @property
     def methods(self) -> list[Method]:
-        """The transforms and the rounding."""
+        """The transforms and the rounding, in the order in which they run."""
         return [*self.transforms, self.rounding]
 
     @property

@@ -20,9 +20,10 @@ from qtool.units import bytes_text, duration, times
 
 def as_dict(planned: Plan) -> dict[str, Any]:
     """The plan as plain data, for ``--json``."""
+    job = planned.job
     rounded = planned.continuation is not None and planned.continuation.rounded
-    exports, not_exported = _exports(planned.job)
-    linears = PackedLinears(planned.job.config, planned.job.format)
+    exports, not_exported = _exports(job)
+    linears = PackedLinears(job.config, job.format)
     kinds = [
         {
             "blocks": kind.blocks,
@@ -42,16 +43,16 @@ def as_dict(planned: Plan) -> dict[str, Any]:
         for kind in planned.kinds
     ]
     return {
-        "scheme": planned.job.format.scheme,
-        "recipe": planned.job.recipe.variant,
-        "methods": _methods(planned.job),
-        "kv": planned.job.format.kv,
+        "scheme": job.format.scheme,
+        "recipe": job.recipe.variant,
+        "methods": [method.name for method in job.methods],
+        "kv": job.format.kv,
         "repacked": planned.repacked,
-        "reason": planned.job.recipe.reason,
-        "notes": list(planned.job.notes),
-        "family": planned.job.family.name,
-        "derived": planned.job.family.derived,
-        "blocks": planned.job.blocks,
+        "reason": job.recipe.reason,
+        "notes": list(job.notes),
+        "family": job.family.name,
+        "derived": job.family.derived,
+        "blocks": job.blocks,
         "kinds_of_blocks": kinds,
         "source_bytes": planned.source_bytes,
         "output_bytes": planned.output_bytes,
@@ -78,7 +79,7 @@ def as_dict(planned: Plan) -> dict[str, Any]:
 def as_text(planned: Plan) -> str:
     """The plan as text for people."""
     job = planned.job
-    how = f"recipe {job.recipe.variant}: {' -> '.join(_methods(job))}"
+    how = f"recipe {job.recipe.variant}: {' -> '.join(method.name for method in job.methods)}"
     if planned.repacked:
         how = f"repacked from {planned.repacked}, code for code"
     cache = f"KV cache in {job.format.kv}, " if job.format.kv else ""
@@ -136,11 +137,6 @@ def _experts_once(linears: Sequence[PlannedLinear]) -> Iterator[tuple[str, Plann
         groups.setdefault((name, (x.scheme, x.group_size, x.layout, x.shape)), []).append(x)
     for (name, _), found in groups.items():
         yield (f"{name} ({len(found)})" if len(found) > 1 else found[0].name), found[0]
-
-
-def _methods(job: Job) -> list[str]:
-    """The methods of ``job`` in the order in which they run."""
-    return [*(transform.name for transform in job.transforms), job.rounding.name]
 
 
 def _exports(job: Job) -> tuple[list[str], str]:
