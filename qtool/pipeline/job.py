@@ -92,13 +92,14 @@ class Job(Architecture):
         family = family_of(config)
         require_sizes(family, family.settings(config))
         source_dtype = source_dtype or DTYPES.get(named_dtype(config), torch.float32)
+        dtype = dtype or source_dtype
         if recipe.built_in:
             recipe = for_family(recipe, family)
-        job = cls._composed(config, family, recipe, source_dtype, dtype or source_dtype)
+        job = cls._composed(config, family, recipe, source_dtype, dtype)
         _require_all_fit(job)
         if job.unties:
             recipe = for_tied_head(recipe, family, job.head_bytes, sum(job.shard_bytes()))
-            job = cls._composed(config, family, recipe, source_dtype, dtype or source_dtype)
+            job = cls._composed(config, family, recipe, source_dtype, dtype)
         if job.needs_data and family.streamed_only:
             raise QtoolError(
                 f"{recipe.scheme}/{recipe.variant} looks at activations, which {family.name} "
@@ -118,31 +119,11 @@ class Job(Architecture):
     ) -> "Job":
         """The job of ``recipe`` with its methods made and each layer rule with its format."""
         settings = family.settings(config)
-        transforms = [_method(TRANSFORMS, step, "transform") for step in recipe.transforms]
-        rounding = _method(ROUNDINGS, recipe.rounding, "rounding")
-        check_order(transforms)
-        _require_transforms(f"family {family.name}: it refuses", family.refuses.keys() - {"kv"})
-        for method in transforms:
-            _require_transforms(f"{method.name}: it comes after", method.after)
-            with running(fails=f"{method.name}: prepare fails on {family.name} models"):
-                method.prepare(family, settings)
-            plugins.require_kinds(method, method.name, plugins.properties(Transform))
-        plugins.require_kinds(rounding, rounding.name, plugins.properties(Rounding))
-        require_count(f"{rounding.name}: iteration", rounding.iteration)
+        transforms, rounding = _methods(recipe, family, settings)
         first: dict[Family, int] = {}  # the first block of each kind
         for block, own in enumerate(family.of_blocks(settings)):
             first.setdefault(own, block)
-        if recipe.built_in:  # its rules name the linears of every family
-            shapes = {
-                f"{family.blocks}.{block}.{name}": kind.shape(f"{name}.weight", settings)
-                for kind, block in first.items()
-                for name in kind.linears()
-            }
-            recipe = for_shapes(for_groups(for_names(recipe, first), shapes), shapes)
-        else:
-            names = list(family.all_linears(settings))
-            require_matches(recipe, names)
-            recipe = with_unmatched(recipe, names)
+        recipe = _fitted(recipe, family, settings, first)
         rules = tuple(Rule(r.match, _linear_format(r, dtype)) for r in recipe.layers)
         permuted: dict[str, None] = {}  # names in their order, each once
         rotated: dict[str, None] = {}
@@ -400,6 +381,46 @@ def _linears(method: Transform, family: Family, does: str) -> dict[str, None]:
                 f"blocks: {suggest(name, linears)}"
             )
     return dict.fromkeys(names)
+
+
+def _fitted(recipe: Recipe, family: Family, settings: Any, first: Mapping[Family, int]) -> Recipe:
+    """``recipe`` with layer rules for the linears of a model with ``settings``.
+
+    ``first`` has the number of the first block of each kind.
+
+    Raises:
+        QtoolError: a rule of a user's recipe matches no linear.
+    """
+    if recipe.built_in:  # its rules name the linears of every family
+        shapes = {
+            f"{family.blocks}.{block}.{name}": kind.shape(f"{name}.weight", settings)
+            for kind, block in first.items()
+            for name in kind.linears()
+        }
+        return for_shapes(for_groups(for_names(recipe, first), shapes), shapes)
+    names = list(family.all_linears(settings))
+    require_matches(recipe, names)
+    return with_unmatched(recipe, names)
+
+
+def _methods(recipe: Recipe, family: Family, settings: Any) -> tuple[list[Transform], Rounding]:
+    """The transforms and the rounding of ``recipe``, prepared for a model with ``settings``.
+
+    Raises:
+        QtoolError: an unknown method, an impossible order, or the family cannot have one of them.
+    """
+    transforms = [_method(TRANSFORMS, step, "transform") for step in recipe.transforms]
+    rounding = _method(ROUNDINGS, recipe.rounding, "rounding")
+    check_order(transforms)
+    _require_transforms(f"family {family.name}: it refuses", family.refuses.keys() - {"kv"})
+    for method in transforms:
+        _require_transforms(f"{method.name}: it comes after", method.after)
+        with running(fails=f"{method.name}: prepare fails on {family.name} models"):
+            method.prepare(family, settings)
+        plugins.require_kinds(method, method.name, plugins.properties(Transform))
+    plugins.require_kinds(rounding, rounding.name, plugins.properties(Rounding))
+    require_count(f"{rounding.name}: iteration", rounding.iteration)
+    return transforms, rounding
 
 
 def _method(table: dict[str, type[Kind]], step: Step, kind: str) -> Kind:
