@@ -1,14 +1,14 @@
 """Which linears a native checkpoint stores packed, and their shapes."""
 
+from qtool.format.linear import CODES
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 
 
 def packed_names(checkpoint: Checkpoint) -> list[str]:
     """The full names of the linears that are stored packed."""
-    return [
-        name.removesuffix(".qweight") for name in checkpoint.entries if name.endswith(".qweight")
-    ]
+    ending = f".{CODES}"
+    return [name.removesuffix(ending) for name in checkpoint.entries if name.endswith(ending)]
 
 
 def linear_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int]:

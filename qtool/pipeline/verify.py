@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qtool.errors import CheckFailed, QtoolError
 from qtool.format import LinearFormat, native_format, same_bytes
+from qtool.format.linear import CODES
 from qtool.format.stored_linears import packed_names
 from qtool.io.integrity import (
     CHANGED,
@@ -102,7 +103,7 @@ def _linear(
     """The outcome for the linear ``name``, which the config has in ``linear_format``."""
     if linear_format is None:
         return Verified(name, "stored packed, but quantization_config leaves it in 16 bits")
-    if f"{name}.qweight" not in checkpoint:
+    if f"{name}.{CODES}" not in checkpoint:
         return Verified(name, "quantization_config has it packed, but it is not stored so")
     try:
         return _packed(checkpoint, name, linear_format, device)
