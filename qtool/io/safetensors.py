@@ -123,19 +123,25 @@ class Entry:
 
     def rows(self, order: Sequence[int]) -> "Entry":
         """These rows, in this order."""
+        some = replace(self, shape=(len(order), *self.shape[1:]))
         if not self.parts:
             within = self.within or Within(self.shape, range(self.shape[0]))
-            within = replace(within, order=_compact([within.order[row] for row in order]))
-            return replace(self, shape=(len(order), *self.shape[1:]), within=within)
+            if isinstance(order, range) and order.step > 0:  # an expert has thousands of rows
+                picked = within.order[order.start : order.stop : order.step]
+            else:
+                picked = _compact([within.order[row] for row in order])
+            stored = not (self.within or self.computed)
+            if stored and isinstance(picked, range) and picked.step == 1:
+                row = prod(self.shape[1:]) * self.dtype.itemsize
+                return replace(some, start=self.start + picked.start * row)
+            return replace(some, within=replace(within, order=picked))
         ends = list(accumulate(part.shape[0] for part in self.parts))
         found = []
         for place, run in groupby(order, key=lambda row: bisect_right(ends, row)):
             part = self.parts[place]
-            some = [row - ends[place] + part.shape[0] for row in run]
-            found.append(part if some == [*range(part.shape[0])] else part.rows(some))
-        if len(found) == 1:
-            return found[0]
-        return replace(self, shape=(len(order), *self.shape[1:]), parts=tuple(found))
+            own = [row - ends[place] + part.shape[0] for row in run]
+            found.append(part if own == [*range(part.shape[0])] else part.rows(own))
+        return found[0] if len(found) == 1 else replace(some, parts=tuple(found))
 
     def transposed(self) -> "Entry":
         """The transpose of a matrix; a tensor of other dimensions stays as it is."""

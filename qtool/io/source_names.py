@@ -22,7 +22,7 @@ from math import prod
 
 from qtool.errors import QtoolError
 from qtool.io.adapter import INSTEAD, Cast, Merged
-from qtool.io.safetensors import Entry, Within
+from qtool.io.safetensors import Entry
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
 from qtool.models.architecture import Architecture
@@ -250,13 +250,5 @@ def _roles(one: Entry, names: Experts) -> dict[str, Entry]:
 
 def _rows(one: Entry, names: Experts, rows: slice) -> Entry:
     """These ``rows`` of an expert's matrix or bias, in checkpoints' form: outputs before inputs."""
-    transposed = names.transposed and len(one.shape) == 2
-    shape = one.shape[::-1] if transposed else one.shape
-    order = range(shape[0])[rows]
-    if one.parts or one.within:
-        return one.rows(order)
-    part = (len(order), *shape[1:])
-    if transposed or order.step > 1 or one.computed:
-        return replace(one, shape=part, within=Within(one.shape, order, transposed))
-    row = prod(shape[1:]) * one.dtype.itemsize
-    return replace(one, shape=part, start=one.start + order.start * row)
+    one = one.transposed() if names.transposed else one
+    return one.rows(range(one.shape[0])[rows])
