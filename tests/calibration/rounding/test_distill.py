@@ -1,6 +1,7 @@
 """Distillation starts from a rounding's codes, never ends worse, and stays on the grid."""
 
 import copy
+import math
 from dataclasses import replace
 from unittest import mock
 
@@ -233,6 +234,26 @@ def test_float16_holds_the_gradients(block: tuple[Block, list]) -> None:
     with mock.patch.object(torch.optim.Adam, "step", seen):
         distilled(block)
     assert min(sizes) > torch.finfo(torch.float16).tiny
+
+
+def test_a_gradient_beyond_float16_moves_nothing(block: tuple[Block, list]) -> None:
+    own, batches = copy.deepcopy(block)
+    own.exact = {name: p.detach().clone() for name, p in own.module.named_parameters()}
+    own.module.half()
+    for batch in batches:
+        batch.hidden = batch.hidden.half()
+        kwargs = batch.kwargs[0]
+        kwargs["position_embeddings"] = tuple(x.half() for x in kwargs["position_embeddings"])
+    learner = Distillation.learner
+
+    def steep(self: Distillation, optimizer: torch.optim.Optimizer, scale: float) -> object:
+        return learner(self, optimizer, 1e9 * scale)
+
+    with mock.patch.object(Distillation, "learner", steep):
+        rounded, curve, _ = distilled((own, batches))
+    assert all(map(math.isfinite, curve))
+    for name, one in rounded.items():
+        own.schemes[name].check(one.codes, one.params)
 
 
 def test_a_block_that_stays_in_16_bits_learns_nothing(block: tuple[Block, list]) -> None:

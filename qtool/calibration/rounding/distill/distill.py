@@ -283,6 +283,8 @@ class Distillation:
         It takes what :meth:`given` returns. Where it can, a GPU alone replays it.
         """
 
+        half = any(target is not None and target.dtype == torch.float16 for target in self.targets)
+
         def learn(given: Given | None) -> None:
             optimizer.zero_grad()
             (self.loss(given) * scale).backward()
@@ -290,6 +292,8 @@ class Distillation:
                 # this rank has no sequence of the iteration, or the expert saw no token
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+                elif half:  # a gradient beyond float16 moves nothing
+                    parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
                 ranks.all_reduce(parameter.grad)
             optimizer.step()
 
