@@ -5,7 +5,9 @@ what others lost, so that each can be tried beside any others.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,18 +93,31 @@ def moments(
 ) -> dict[Input, Hessian]:
     """H of each input, rotated and quantized as the linear sees it, if it has enough tokens."""
     hessians: dict[Input, Hessian] = {}
+    left: set[Input] = set()  # inputs that a forward has not reached
+
+    def look(seen: Input, add: Callable[..., None], *given: Any) -> None:
+        add(*given)
+        left.discard(seen)
+        if not left:
+            raise _AllSeen
+
     with ExitStack() as hooks:
         for trial, seen in inputs.items():
             if seen not in hessians:
                 weight = weight_of(model, trial)
                 hessians[seen] = Hessian(weight.shape[1], weight.device)
-                hook = adder(hessians[seen], trial[1], weight)
+                hook = partial(look, seen, adder(hessians[seen], trial[1], weight))
                 hooks.enter_context(linear(model, seen[0]).register_forward_pre_hook(hook))
         for ids in windows:
-            with running():
+            left |= hessians.keys()
+            with running(), suppress(_AllSeen):
                 text_model(model)(ids.to(model.device), use_cache=False)
     complete = {seen: hessian.complete() for seen, hessian in hessians.items()}
     return {seen: found for seen, found in complete.items() if found.tokens >= LEAST_TOKENS}
+
+
+class _AllSeen(Exception):
+    """Ends a forward once all inputs are seen."""
 
 
 def adder(hessian: Hessian, linear_format: LinearFormat, weight: Tensor) -> Callable[..., None]:
