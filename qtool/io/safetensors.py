@@ -144,9 +144,10 @@ class Entry:
         return found[0] if len(found) == 1 else replace(some, parts=tuple(found))
 
     def transposed(self) -> "Entry":
-        """The transpose of a matrix; a tensor of other dimensions stays as it is."""
+        """The transpose of a whole matrix; a tensor of other dimensions stays as it is."""
         if len(self.shape) != 2:
             return self
+        assert not (self.parts or self.within), "a transpose of some rows is not expressed"
         within = Within(self.shape, range(self.shape[1]), transposed=True)
         return replace(self, shape=self.shape[::-1], within=within)
 
