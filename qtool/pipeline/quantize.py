@@ -22,7 +22,7 @@ from qtool.io.output import Output
 from qtool.io.run_record import RunRecord
 from qtool.io.source import Checkpoint
 from qtool.models import family_of
-from qtool.models.architecture import TEXT_CONFIGS, dtype_name, require_dtype
+from qtool.models.architecture import DTYPES, TEXT_CONFIGS, dtype_name, require_dtype
 from qtool.models.auto import float_config
 from qtool.models.skeleton import empty_model, stays_float32
 from qtool.models.unsupported import config_class
@@ -237,12 +237,17 @@ def job_of(
 
 
 def source_dtype(source: Checkpoint) -> torch.dtype:
-    """The dtype of the stored weights: the embedding's, or the largest one's if none is found."""
-    entries, family = source.entries, family_of(source.config)
+    """The dtype of the stored weights: the embedding's, or the largest one's if none is found.
+
+    Other dtypes than those of weights, which :func:`check_source` refuses, do not count; float32
+    stands for them where there is nothing else.
+    """
+    entries = {name: e for name, e in source.entries.items() if e.dtype in DTYPES.values()}
+    family = family_of(source.config)
     own = f"{family.embedding}.weight"
-    largest = max(entries, key=lambda name: entries[name].nbytes)
+    largest = max(entries, key=lambda name: entries[name].nbytes, default="")
     names = (own, family.disk_name(own), own.partition(".")[2], largest)
-    return next(entries[name].dtype for name in names if name in entries)
+    return next((entries[name].dtype for name in names if name in entries), torch.float32)
 
 
 def require_apart(out: Path, source: Path) -> None:

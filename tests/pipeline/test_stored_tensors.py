@@ -185,8 +185,9 @@ def test_float64_weights_are_refused_before_any_work(make_model: MakeModel, tmp_
         run(model, STREAMED, tmp_path / "out")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
-    with pytest.raises(QtoolError, match=r"dtype torch.float64 found; a float16, bfloat16 or"):
-        run(model, STREAMED, tmp_path / "out")
+    for recipe in (STREAMED, BUILT):
+        with pytest.raises(QtoolError, match=r"dtype torch.float64 found; a float16, bfloat16 or"):
+            run(model, recipe, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 
 
