@@ -146,7 +146,7 @@ def _row_of(line: str, path: Path, number: int) -> Row:
     except json.JSONDecodeError as error:
         raise QtoolError(
             f"{path} line {number} is not JSON: {error.msg.removesuffix(' at')} at column"
-            f" {error.pos + 1}"
+            f" {error.pos + 1}; one row in each line is expected"
         ) from None
     except (ValueError, RecursionError) as error:  # also for thousands of digits or brackets
         raise QtoolError(f"{path} line {number} cannot be read: {error}") from None

@@ -151,6 +151,7 @@ def test_offline_is_one_sentence(tmp_path, monkeypatch, name):
             '{"text": "a"}\n{"content": "b", "id": 1}\n',
             "line 2 has the keys content, id, expected",
         ),
+        ("a.json", '[\n{"text": "a"}\n]\n', "line 1 is not JSON: .*; one row in each line is"),
         ("a.jsonl", '["a"]\n', "line 1 has a list"),
         ("a.jsonl", '{"id": 1, "text": 5}\n', 'line 1 has "text" of type int, expected'),
         ("a.jsonl", '{"text": null}\n', 'line 1 has "text" of type NoneType, expected'),
