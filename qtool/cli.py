@@ -20,6 +20,7 @@ from qtool.cli_arguments import (
     FORMAT,
     JSON,
     MODEL,
+    ONCE,
     PLAN,
     POSITIVE,
     QUANTIZE,
@@ -195,7 +196,7 @@ def family(model: str, as_json: bool) -> None:
 def evaluate(
     tasks: tuple[str, ...],
     lists: bool,
-    model: str,
+    model: str | None,
     compare: str | None,
     as_json: bool,
     **options: Any,
@@ -215,7 +216,7 @@ def evaluate(
     from qtool.eval.compare import table
     from qtool.eval.results import Results
 
-    results, baseline = api.evaluate(tasks, model, compare, **options)
+    results, baseline = api.evaluate(tasks, model or "demo", compare, **options)
     shown = Results.to_json if as_json else table
     try:
         click.echo(shown(results, baseline))
@@ -334,22 +335,22 @@ def import_model(model: str, as_json: bool, **options: Any) -> None:
 
 @command(cli, "qtool report demo-lqq --compare demo --tasks demo,demo_choice")
 @MODEL
-@click.option("--compare", help="The model that MODEL was made from, for comparisons.")
+@click.option("--compare", **ONCE, help="The model that MODEL was made from, for comparisons.")
 @click.option(
     "--tasks",
-    default="",
+    **ONCE,
     help="Tasks to evaluate first, separated by commas, as by `qtool eval --save`.",
 )
 @click.option("--out", type=NewPath(), help="Default: report.html in MODEL.")
 @DATA_DIR
 @DEVICE
 @QUIET
-def report(model: str, **options: Any) -> None:
+def report(model: str, tasks: str | None, **options: Any) -> None:
     """Write one HTML page about a quantized MODEL.
 
     It shows sizes, results, errors by layer, activation ranges, checks, and how to reproduce them.
     """
-    click.echo(api.write_report(model, **options))
+    click.echo(api.write_report(model, tasks=tasks or (), **options))
 
 
 @command(cli, "qtool schemes")

@@ -97,6 +97,13 @@ def _be_quiet(ctx: click.Context, param: click.Parameter, quiet: bool) -> None:
         logging.getLogger("qtool").setLevel(logging.ERROR)
 
 
+def _only_one(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
+    """The value of an option that a user may give twice for both; click would take the last."""
+    if len(values) > 1:
+        raise click.BadParameter(f"{' and '.join(values)} are given; one is expected", ctx, param)
+    return values[0] if values else None
+
+
 def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
     """A decorator that adds several options, in the order in which help lists them."""
 
@@ -108,6 +115,8 @@ def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
+#: how click is told of :func:`_only_one`
+ONCE: dict[str, Any] = {"multiple": True, "callback": _only_one}
 FORMAT = Name(_formats)
 KV_NAME = Name(_kv_quantizers)
 FLOATS = click.Choice(["bfloat16", "float16", "float32"])
@@ -125,6 +134,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 CALIB = click.option(
     "--calib",
     "calibration",
+    **ONCE,
     help="Calibration text: wikitext2, c4, pile, demo, or a .txt, .jsonl or .parquet file; or"
     " several with their numbers of windows, as in wikitext2:64,chat.jsonl:32."
     " Default: wikitext2, or the demo's own text, if the recipe looks at activations.",
@@ -234,7 +244,9 @@ QUANTIZE = _options(
     SEED,
     DEVICE,
     click.option(
-        "--adapter", help="A LoRA adapter (a directory or a hub id) to merge into MODEL's weights."
+        "--adapter",
+        **ONCE,
+        help="A LoRA adapter (a directory or a hub id) to merge into MODEL's weights.",
     ),
     click.option("--resume", is_flag=True, help="Continue an unfinished run."),
     click.option(
@@ -265,6 +277,7 @@ PLAN = _options(
 SENSITIVITY = _options(
     click.option(
         "--choices",
+        **ONCE,
         required=True,
         help="Schemes, such as w4a16,w4a16:32,w8a8; none leaves a layer in 16 bits.",
     ),
@@ -298,11 +311,10 @@ EVALUATE = _options(
     click.option("--list", "lists", is_flag=True, help="List all tasks and corpora instead."),
     click.option(
         "--model",
-        default="demo",
-        show_default=True,
-        help="A model, quantized or not: a directory, a hub id or demo.",
+        **ONCE,
+        help="A model, quantized or not: a directory, a hub id or, by default, demo.",
     ),
-    click.option("--compare", help="A baseline model; print the change from it."),
+    click.option("--compare", **ONCE, help="A baseline model; print the change from it."),
     DATA_DIR,
     seqlen(EVALUATION_SEQLEN),
     click.option("--limit", type=POSITIVE, help="Most windows or questions per task."),

@@ -221,6 +221,24 @@ def test_tasks_with_commas_and_spaces(tmp_path: Path, monkeypatch: pytest.Monkey
     assert require_names("tasks", "~/a,b.txt") == ["~/a,b.txt"]
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("quantize demo", "--calib"),
+        ("quantize demo", "--adapter"),
+        ("sensitivity demo --budget-bits 5 --out a.yaml", "--choices"),
+        ("eval demo", "--model"),
+        ("eval demo", "--compare"),
+        ("report demo", "--compare"),
+        ("report demo", "--tasks"),
+    ],
+)
+def test_one_of_two_values_is_not_dropped(command: str, option: str) -> None:
+    """Of an option that is given twice click takes the last value."""
+    done = run(*command.split(), option, "one", option, "two")
+    assert done.exit_code == 2 and "one and two are given; one is expected" in done.stderr
+
+
 def test_a_name_that_only_looks_like_a_home_directory(tmp_path: Path) -> None:
     nobody = "~nobody-of-that-name"
     assert expand_home(f"{nobody}/m") == Path(f"{nobody}/m")
