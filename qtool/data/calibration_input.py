@@ -80,7 +80,7 @@ def parse(given: CalibrationInput, *, data_dir: str | Path | None = None) -> Doc
         return _named(str(given), data_dir)
     if isinstance(given, Tensor):
         return _token_ids(given)
-    if hasattr(given, "column_names"):
+    if hasattr(given, "select_columns"):
         return _data_set(given)
     given = plain(given)
     if all(isinstance(text, str) for text in given):
@@ -101,7 +101,7 @@ def require_data(given: Any) -> None:
     Raises:
         QtoolError: ``given`` is of no type in the table above, or empty.
     """
-    if isinstance(given, str | Path | Tensor) or hasattr(given, "column_names"):
+    if isinstance(given, str | Path | Tensor) or hasattr(given, "select_columns"):
         return
     if not isinstance(given, Sequence) or isinstance(given, bytes) or not len(given):
         raise QtoolError(f"calibration data: {ACCEPTED} is expected, found {_what(given)}")
@@ -145,7 +145,10 @@ def _stack(rows: Sequence[Sequence[int]]) -> Tensor:
     """Rows of one length as a 2-D tensor; rows of other lengths joined into a 1-D tensor."""
     for row in rows:
         if not all(type(number) is int for number in row):
-            raise QtoolError("calibration data: a list of token ids holds something else")
+            raise QtoolError(
+                "calibration data: a list of token ids holds something else; a chat is given as "
+                '{"messages": [...]}'
+            )
     if len(set(map(len, rows))) == 1:
         return _tensor(rows)
     return _tensor([number for row in rows for number in row])
@@ -175,5 +178,6 @@ def _sha256(data: bytes) -> str:
 
 def _what(given: object) -> str:
     if isinstance(given, Sequence) and len(given):
-        return f"a {type(given).__name__} of {type(given[0]).__name__}"
+        kinds = dict.fromkeys(type(one).__name__ for one in given)
+        return f"a {type(given).__name__} of {' and '.join(kinds)}"
     return f"an empty {type(given).__name__}" if isinstance(given, Sequence) else repr(type(given))

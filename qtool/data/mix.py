@@ -118,7 +118,12 @@ def _split(given: Any) -> _Numbered:
             "calibration data: what a tokenizer gives is no mix: pass its input_ids, made without "
             "padding"
         )
-    if isinstance(given, Mapping) and not hasattr(given, "column_names"):
+    if isinstance(given, Mapping) and any(isinstance(of, list) for of in given.values()):
+        raise QtoolError(
+            "calibration data: a mapping of columns, such as a slice of a data set, is no mix: "
+            "pass one column, or datasets.Dataset.select"
+        )
+    if isinstance(given, Mapping) and not hasattr(given, "select_columns"):
         return list(plain(given).items()) or [(given, None)]
     if isinstance(given, Sequence) and given and all(map(_is_pair, given)):
         return [(data, plain(number)) for data, number in given]

@@ -233,10 +233,12 @@ def test_chats_are_no_text_to_evaluate(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ([], "found an empty list"),
-        ([3, "a"], "found a list of int"),
+        ([3, "a", 4], "found a list of int and str$"),
         ([b"a text"], "found a list of bytes"),
         (7, "found <class 'int'>"),
         ([[1, "a"]], "a list of token ids holds something else"),
+        (CHATS, r'a chat is given as {"messages": \[...\]}'),
+        (pyarrow.table({"text": ["a"]}), "found <class 'pyarrow.lib.Table'>"),
         (torch.rand(4), r"shape \[4\] and torch.float32 on cpu found"),
         (torch.ones(2, 2, 2).long(), r"shape \[2, 2, 2\]"),
         ([2**70] * 4, "a token id has more than 63 bits"),

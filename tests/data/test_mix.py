@@ -90,6 +90,11 @@ def test_one_part_is_recorded_as_it_always_was() -> None:
         (b"c4:2", None, "found a bytes of int"),
         ({}, None, "found <class 'dict'>"),
         ({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}, None, "pass its input_ids"),
+        (
+            datasets.Dataset.from_dict({"text": ["a", "b"]})[:1],
+            None,
+            "a slice of a data set, is no",
+        ),
         (datasets.DatasetDict({"a": datasets.Dataset.from_dict({"text": ["b"]})}), None, "split"),
     ],
 )
