@@ -335,6 +335,14 @@ def test_a_disk_without_room_for_a_model_in_memory_is_named(
     assert not list(full.iterdir())
 
 
+def test_a_model_in_memory_that_transformers_does_not_save(make_model: MakeModel) -> None:
+    """Older models come with settings that it takes when it loads, and refuses when it saves."""
+    model = AutoModelForCausalLM.from_pretrained(make_model())
+    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
+    with pytest.raises(QtoolError, match=r"cannot save the model in memory \(GenerationConfig is"):
+        qtool.quantize(model, "w4a16")
+
+
 def test_a_model_in_memory_is_refused_by_several_processes_and_runs(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

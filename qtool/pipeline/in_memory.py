@@ -67,8 +67,8 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
 
     Raises:
         QtoolError: ``model`` is not a model of transformers, predicts no tokens, is quantized or
-            has no weights, ``tokenizer`` is not a tokenizer, or the directory has no room for the
-            model.
+            has no weights, ``tokenizer`` is not a tokenizer, transformers does not save the model
+            as it is, or the directory has no room for it.
     """
     require_model(model)
     if not model.can_generate() and model.get_output_embeddings() is None:
@@ -92,6 +92,10 @@ def saved(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> 
             raise QtoolError(
                 f"the model in memory cannot be saved in {directory} ({in_one_line(error)}); the "
                 "variable TMPDIR names another place for it"
+            ) from error
+        except Exception as error:  # settings that transformers refuses, weights that modules share
+            raise QtoolError(
+                f"transformers cannot save the model in memory ({in_one_line(error)})"
             ) from error
         try:
             yield source
