@@ -13,13 +13,14 @@ as ``qtool eval`` reads it (:mod:`qtool.eval.local_tasks`), unless a group bring
 import sys
 from typing import Any
 
+from qtool import plugins
 from qtool.errors import QtoolError
 
 
 def main() -> None:
     """Register the quantizer with transformers and the local tasks with lm-eval, and run lm-eval.
 
-    If ``QTOOL_DATA_DIR`` names no directory, a sentence says so and no task runs.
+    If ``QTOOL_DATA_DIR`` names no directory or a plugin fails, a sentence says so and no task runs.
     """
     from lm_eval import tasks
     from lm_eval.__main__ import cli_evaluate
@@ -28,6 +29,7 @@ def main() -> None:
     from qtool.runtime import huggingface  # noqa: F401  (registers the quantizer)
 
     try:
+        plugins.load()  # transformers looks a model's class up first
         files = local_tasks.local_tasks(None)
     except QtoolError as error:
         sys.exit(f"qtool: {error}")

@@ -156,6 +156,16 @@ def test_a_checkpoint_of_a_plugins_architecture_names_the_packages_too(
         look(out)
 
 
+def test_transformers_knows_a_plugins_architecture_after_one_import(
+    plugged: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    plugged(mine=lambda: called.append("mine"))
+    monkeypatch.delitem(sys.modules, "qtool.transformers", raising=False)
+    importlib.import_module("qtool.transformers")
+    assert called == ["mine"]
+
+
 @pytest.mark.parametrize("missing", [SCHEMES, LAYOUTS])
 def test_a_checkpoint_of_a_plugin_that_is_not_here_says_so(
     missing: dict[str, Any], make_model: MakeModel, tmp_path: Path
