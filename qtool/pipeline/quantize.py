@@ -340,7 +340,7 @@ def _provenance(source: Checkpoint, job: Job, calibration: Calibration) -> dict[
         "scheme": job.format.scheme,
         **not_served(PackedLinears(source.config, job.format)),
         **({"rotated": list(job.format.rotated)} if job.format.rotated else {}),
-        "recipe": _about(job.recipe) | _methods(job),
+        "recipe": _methods(job) | _about(job.recipe),
         **_stored(job),
         "calibration": dict(calibration.facts),
         "versions": versions(),
@@ -357,9 +357,14 @@ def _stored(job: Job) -> dict[str, Any]:
     return facts
 
 
-def _about(recipe: Recipe) -> dict[str, str]:
-    """What a user's recipe says about itself."""
-    return {} if recipe.built_in or not recipe.about else {"about": recipe.about}
+def _about(recipe: Recipe) -> dict[str, Any]:
+    """What a user's recipe says about itself, and how it was changed to fit the model."""
+    facts: dict[str, Any] = {}
+    if recipe.about and not recipe.built_in:
+        facts["about"] = recipe.about
+    if recipe.adaptations:
+        facts["adaptations"] = list(recipe.adaptations)
+    return facts
 
 
 def _methods(job: Job) -> dict[str, Any]:
@@ -368,8 +373,6 @@ def _methods(job: Job) -> dict[str, Any]:
     facts: dict[str, Any] = {"variant": recipe.variant, "methods": methods}
     if job.needs_data and job.family.experts:
         facts["min_expert_tokens"] = recipe.min_expert_tokens
-    if recipe.adaptations:
-        facts["adaptations"] = list(recipe.adaptations)
     return facts
 
 

@@ -364,6 +364,20 @@ def test_another_recipe_is_refused_by_what_the_user_named(
         )
 
 
+def test_a_changed_rule_is_named_and_not_what_follows_from_it(source: Path, tmp_path: Path) -> None:
+    """The sentence on the linears that no rule matches differs too."""
+
+    def stop(*_: object) -> None:
+        raise _Stopped
+
+    (rule,) = RECIPE["layers"]
+    mlp, up = (RECIPE | {"layers": [rule | {"match": name}]} for name in ("mlp", "up_proj"))
+    with pytest.raises(_Stopped):
+        run(source, tmp_path / "out", mlp, progress=stop)
+    with pytest.raises(QtoolError, match=r'\(rules\[0\].match: "mlp", now "up_proj"\)'):
+        run(source, tmp_path / "out", up, resume=True)
+
+
 @pytest.mark.usefixtures("partial")
 def test_a_changed_source_is_refused(source: Path, tmp_path: Path) -> None:
     other = shutil.copytree(source, tmp_path / "llama")  # with its times
