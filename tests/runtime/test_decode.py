@@ -96,7 +96,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return replay(step, *arguments)
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(decode, "recording", lambda graph, stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(decode, "_recording_stream", lambda device: None)
     monkeypatch.setattr(Step, "record", noted_record)
@@ -286,13 +286,13 @@ def test_a_step_is_recorded_on_the_models_device(
         yield
         current.remove(device)
 
-    def graph(_: Any, *, stream: torch.device, **__: Any) -> Any:
+    def recording(_: Any, stream: torch.device) -> Any:
         streams.append(stream)
         assert current == [model.device]
         return nullcontext()
 
     monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(decode, "recording", recording)
     monkeypatch.setattr(decode, "_recording_stream", lambda device: device)
     greedy(model)
     assert streams == [model.device] and recorded[1] == "record"
