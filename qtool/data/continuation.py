@@ -158,14 +158,15 @@ class _Batch:
     def entry(self, random: torch.Generator) -> dict[str, Tensor]:
         """The tokens, keys and values since the last entry, and the generator's state.
 
-        Nothing reads the keys and values of whole windows, so these have none.
+        Nothing reads the keys and values of whole windows, so these have none. A layer that text
+        alone passes over (Mllama's cross-attention) has none either.
         """
         self.require_finite()
         found = {"tokens": self.windows[:, self.kept :], "random": random.get_state()}
         for number, layer in enumerate([] if self.is_whole else self.layers):
             for name, filled in (("keys", layer.keys), ("values", layer.values)):
-                assert filled is not None
-                found[f"{name}.{number}"] = filled[:, :, self.cached : self.drawn - 1]
+                if filled is not None:
+                    found[f"{name}.{number}"] = filled[:, :, self.cached : self.drawn - 1]
         self._all_is_kept()
         return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
 
@@ -176,7 +177,8 @@ class _Batch:
         self.tokens += entry["tokens"].to(device).split(1, 1)
         self.drawn += entry["tokens"].shape[1]
         for number, layer in enumerate([] if self.is_whole else self.layers):
-            layer.update(entry[f"keys.{number}"].to(device), entry[f"values.{number}"].to(device))
+            if (keys := entry.get(f"keys.{number}")) is not None:
+                layer.update(keys.to(device), entry[f"values.{number}"].to(device))
         self._all_is_kept()
 
     def _all_is_kept(self) -> None:

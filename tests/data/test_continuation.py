@@ -12,6 +12,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel
 from qtool.data import continuation
 from qtool.data.continuation import continued, sampled
 from qtool.errors import QtoolError
+from qtool.models.auto import text_model
 from qtool.runtime.decode import graph_decoding
 from qtool.runtime.load import load
 from tests.conftest import VARIANTS, MakeModel
@@ -123,6 +124,17 @@ def test_a_killed_continuation_goes_on_to_the_same_windows(
     drawn = sum(entry["tokens"].numel() for entry in journal)
     assert drawn == 4 * (40 - texts().shape[1])  # each token once
     assert sum("keys.0" not in entry for entry in journal) == -(-4 // batch_size)  # whole windows
+
+
+def test_a_layer_that_text_passes_over_has_nothing_to_keep(tmp_path: Path) -> None:
+    """That of Llama 3.2 Vision's cross-attention."""
+    model = text_model(load(save_tiny("mllama", tmp_path / "model"), dtype=torch.float32))
+    wanted, journal = continued(model, texts(), 40, seed=0), Entries(2)
+    with pytest.raises(Killed):
+        continued(model, texts(), 40, seed=0, journal=journal)
+    assert all("keys.0" in entry and "keys.1" not in entry for entry in journal)
+    journal.most = 100
+    assert torch.equal(continued(model, texts(), 40, seed=0, journal=journal), wanted)
 
 
 def test_whole_windows_are_kept_of_a_model_whose_state_is_not(
