@@ -82,6 +82,7 @@ class Attention:
         neighbours: RoPE turns channels 2i and 2i + 1 together instead.
         partial: RoPE turns the share of a head's channels that config.json names in
             ``partial_rotary_factor``; False: all of them, whatever is named there.
+        turned: the number of channels of a head that RoPE turns, where it does not follow so.
     """
 
     q: str = "self_attn.q_proj"
@@ -93,9 +94,12 @@ class Attention:
     rotary: bool = True
     neighbours: bool = False
     partial: bool = False
+    turned: int | None = None
 
     def rotary_dim(self, config: Any) -> int:
         """The number of channels of a head that RoPE turns, where it does: the first ones."""
+        if self.turned is not None:
+            return self.turned
         dim, scaling = Heads.of(config).dim, getattr(config, "rope_parameters", None) or {}
         if not self.partial:
             return dim

@@ -8,7 +8,6 @@ import torch
 from qtool.models.derived.facts import ATTENTION, Fact, Facts, Kind, channelwise, rows_of
 from qtool.models.derived.fused import FusedLinears
 from qtool.models.derived.recorded_block import RecordedBlock
-from qtool.models.derived.recorded_model import setting
 from qtool.models.derived.trace import AttentionCall
 from qtool.models.parts import Attention, Fold, KVCache, LinearGroup
 
@@ -81,7 +80,7 @@ class BlockAttention:
                 k_norm=k[1],
                 rotary=any(fact.kind == Kind.TURNED for fact in facts),
                 neighbours=all(map(_are_neighbours, self._pairs(call))),
-                partial=True,
+                turned=self._turned(call),
             )
         return None
 
@@ -129,7 +128,7 @@ class BlockAttention:
         if cache is None:
             return dict.fromkeys(TRANSFORMS, "its attention takes no KV cache")
         assert self.call is not None
-        reason = self._why_not_smoothed(self.call, attention, self._rotary_dim(), offset)
+        reason = self._why_not_smoothed(self.call, attention, attention.turned or 0, offset)
         return {"smooth-attention": reason} if reason else {}
 
     def _why_not_smoothed(
@@ -139,7 +138,7 @@ class BlockAttention:
 
         Args:
             attention: its norms, and whether it has RoPE, are used.
-            rotary: the number of channels of a head that RoPE should turn.
+            rotary: the number of channels of a head that RoPE turns, if they are the first ones.
         """
         sides = call.q, call.k
         if not all(self.block.only(channelwise(side), (), ATTENTION) for side in sides):
@@ -202,15 +201,10 @@ class BlockAttention:
             return False
         return int((pairs % heads.dim).max()) + 1 == rotary
 
-    def _rotary_dim(self) -> int:
-        """The number of channels of a head that RoPE turns by config.json; 0: not one for all."""
-        heads, config = self.block.model.heads, self.block.model.config
-        scaling = getattr(config, "rope_parameters", None) or {}
-        kinds = [v for v in scaling.values() if isinstance(v, dict)]  # of several kinds of blocks
-        if heads is None or any(v.get("partial_rotary_factor") for v in kinds):
-            return 0
-        factor = scaling.get("partial_rotary_factor") or setting(config, "partial_rotary_factor")
-        return int(heads.dim * (factor or 1.0))
+    def _turned(self, call: AttentionCall) -> int:
+        """The number of channels of a head that RoPE turns, if they are the first ones."""
+        heads, pairs = self.block.model.heads, [p for p in self._pairs(call) if p is not None]
+        return max(int((p % heads.dim).max()) + 1 for p in pairs) if heads and pairs else 0
 
 
 def _are_neighbours(pairs: torch.Tensor | None) -> bool:

@@ -57,6 +57,19 @@ def test_rope_may_turn_neighbours(model_type, transformed, logits):
     assert (ratio[:, 2:4] < 0.5).all()  # louder than others, as is their pair
 
 
+@pytest.mark.parametrize(
+    ("model_type", "turned"), [("gptj", 16), ("codegen", 16), ("laguna", 16), ("lfm3", 32)]
+)
+def test_rope_turns_as_many_channels_as_a_run_shows(model_type, turned, transformed, logits):
+    """Whatever config.json calls their number, and if it has one for each kind of block."""
+    model = make_model(tiny_config(model_type))
+    family = family_of(model.config)
+    found = {of.attention.turned for of in family.of_blocks(model.config) if of.attention}
+    assert found == {turned} and "smooth-attention" not in family.refuses
+    smoothed = transformed(model, [SmoothAttention(steps=5, starts=2)])
+    torch.testing.assert_close(logits(smoothed), logits(model), rtol=2e-3, atol=5e-3)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @torch.no_grad()
 def test_norms_over_all_heads_take_the_factors_of_each(kv_heads):
