@@ -158,7 +158,8 @@ ACTIVATIONS = click.option(
     type=click.Choice(["auto", "device", "host", "disk"]),
     default="auto",
     show_default=True,
-    help="Where to keep calibration activations between blocks; auto: the first with room.",
+    help="Where to keep calibration activations between blocks; auto: on the device, the rest in"
+    " host memory; all on disk if these have no room.",
 )
 DEVICE = click.option(
     "--device", type=Device(), default="cpu", show_default=True, help="cpu, cuda, cuda:1, ..."
@@ -201,7 +202,9 @@ RUN = (
         "--layout", help="Packed layout of every quantized layer; the recipe's by default."
     ),
     click.option(
-        "--max-8bit-blocks", type=NOT_NEGATIVE, help="Most 8-bit blocks per layer, of w4ax-fmpq."
+        "--max-8bit-blocks",
+        type=NOT_NEGATIVE,
+        help="Most blocks of 128 channels with 8-bit inputs per linear, of w4ax-fmpq.",
     ),
     click.option(
         "--for-export",
@@ -279,7 +282,8 @@ SENSITIVITY = _options(
         "--choices",
         **ONCE,
         required=True,
-        help="Schemes, such as w4a16,w4a16:32,w8a8; none leaves a layer in 16 bits.",
+        help="Schemes, with a group size after a colon if not the recipe's: w4a16,w4a16:32,w8a8;"
+        " none leaves a layer in 16 bits.",
     ),
     click.option(
         "--budget-bits",

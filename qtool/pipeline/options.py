@@ -137,7 +137,8 @@ class QuantizeOptions(RecipeOverrides):
         seed: seed of the choice of windows, and of the tokens with which the model continues them.
         data_dir: directory with local copies of corpora; by default that of ``QTOOL_DATA_DIR``.
         activations: place of calibration activations between blocks: ``device``, ``host``,
-            ``disk``, or ``auto``, the first with room.
+            ``disk``, or ``auto``: on the device, the rest on the host; all on disk if these have no
+            room.
         resume: continue an unfinished run; not of a model in memory.
         dtype: ``bfloat16``, ``float16`` or ``float32``, to which tensors that are not packed are
             cast; by default they are not cast.
