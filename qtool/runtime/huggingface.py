@@ -62,9 +62,9 @@ class QtoolQuantizer(HfQuantizer):
         separate_experts(model)
         family = family_of(model.config)
         self.own_names = family.derived or family.experts is not None
+        replace_linears(model, self.quantization_config.format)
         if kv := self.quantization_config.format.kv:
             quantize_kv(model, kv)
-        replace_linears(model, self.quantization_config.format)
         for module in model.modules():
             if any(isinstance(child, QuantLinear | SeparateExperts) for child in module.children()):
                 # some models initialize a module by the weights of its linears or stacks, which

@@ -230,9 +230,13 @@ def test_a_checkpoint_in_which_nothing_is_quantized_is_a_problem(copy: Path) -> 
     assert "no linear is packed" in " ".join(row.problem for row in verify(copy))
 
 
-def test_the_model_without_its_head_is_refused_in_a_sentence(native: Path) -> None:
+@pytest.mark.parametrize("kv", [None, "kv4-channel"])
+def test_the_model_without_its_head_is_refused_in_a_sentence(copy: Path, kv: str | None) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["kv"] = kv
+    (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(QtoolError, match=r"LlamaModel has no model.layers: .*AutoModelForCausalLM"):
-        AutoModel.from_pretrained(native)
+        AutoModel.from_pretrained(copy)
 
 
 def test_an_unknown_architecture_is_left_as_transformers_made_it() -> None:
