@@ -82,7 +82,8 @@ class Attention:
         neighbours: RoPE turns channels 2i and 2i + 1 together instead.
         partial: RoPE turns the share of a head's channels that config.json names in
             ``partial_rotary_factor``; False: all of them, whatever is named there.
-        turned: the number of channels of a head that RoPE turns, where it does not follow so.
+        turned: the number of channels of a head that RoPE turns, as a run of the model showed it;
+            None: ``partial`` says it.
     """
 
     q: str = "self_attn.q_proj"
