@@ -582,7 +582,7 @@ FAULTS = [
         ),
         (
             "qtool/pipeline/trial_rounding.py",
-            "            raise _AllSeen\n",
+            "            raise AllSeen\n",
             "            return\n",
             "tests/pipeline/test_sensitivity.py -k gptq_looks",
         ),

@@ -846,7 +846,9 @@ def test_names_that_are_taken_are_refused() -> None:
 @pytest.mark.parametrize("scheme", [*SCHEMES])
 def test_a_scheme_may_be_declared_as_a_built_in_one(scheme: str) -> None:
     """The activation of w4a4 follows its group size."""
-    qtool.register_scheme(type("Own", (SCHEMES[scheme],), {"name": "own"}))
+    own = type("Own", (SCHEMES[scheme],), {"name": "own"})
+    qtool.register_scheme(own)
+    assert SCHEMES["own"] is own
 
 
 @pytest.mark.parametrize(

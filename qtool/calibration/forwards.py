@@ -188,7 +188,7 @@ def require_finite(block: Block, moved: Sequence[tuple[Tensor, torch.dtype]]) ->
         )
 
 
-class _AllSeen(Exception):
+class AllSeen(Exception):
     """Ends a forward once all observers have seen their input."""
 
 
@@ -248,10 +248,10 @@ def _observe(
 
     def end_if_seen(*_: Any) -> None:
         if len(seen) == len(observers) and not to_end and not (kept and kept.filling):
-            raise _AllSeen
+            raise AllSeen
 
     out: dict[str, Tensor] | None = {}
-    with ExitStack() as opened, suppress(_AllSeen):
+    with ExitStack() as opened, suppress(AllSeen):
         opened.enter_context(_watched(block, batch, {n: partial(see, n) for n in observers}))
         if kept:
             module = block.get(kept.name)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qtool.calibration.forwards import AllSeen
 from qtool.calibration.rounding.gptq.gptq import GptqOptions, Problem, solve
 from qtool.calibration.rounding.gptq.hessian import Hessian
 from qtool.calibration.rounding.gptq.memory import hessians_at_once, problems_at_once
@@ -99,7 +100,7 @@ def moments(
         add(*given)
         left.discard(seen)
         if not left:
-            raise _AllSeen
+            raise AllSeen
 
     with ExitStack() as hooks:
         for trial, seen in inputs.items():
@@ -110,14 +111,10 @@ def moments(
                 hooks.enter_context(linear(model, seen[0]).register_forward_pre_hook(hook))
         for ids in windows:
             left |= hessians.keys()
-            with running(), suppress(_AllSeen):
+            with running(), suppress(AllSeen):
                 text_model(model)(ids.to(model.device), use_cache=False)
     complete = {seen: hessian.complete() for seen, hessian in hessians.items()}
     return {seen: found for seen, found in complete.items() if found.tokens >= LEAST_TOKENS}
-
-
-class _AllSeen(Exception):
-    """Ends a forward once all inputs are seen."""
 
 
 def adder(hessian: Hessian, linear_format: LinearFormat, weight: Tensor) -> Callable[..., None]:

@@ -98,18 +98,23 @@ def test_a_block_that_writes_to_its_input_sees_it_whole_each_time(
     assert first == second
 
 
+def to_16_bits(block: Block, batches: list[Batch], dtype: torch.dtype) -> None:
+    """Let ``block`` compute in ``dtype`` beside its exact weights, as on a GPU."""
+    block.exact = {name: p.detach().clone() for name, p in block.module.named_parameters()}
+    block.module.to(dtype)
+    for batch in batches:
+        batch.hidden = batch.hidden.to(dtype)
+        kwargs = batch.kwargs[0]
+        kwargs["position_embeddings"] = tuple(x.to(dtype) for x in kwargs["position_embeddings"])
+
+
 @pytest.mark.parametrize("start", ["rtn", "gptq"])
 def test_a_16_bit_module_learns_beside_the_exact_weights(
     block: tuple[Block, list], start: str
 ) -> None:
     own, batches = block
     expected, _, _ = distilled(block, start=start, epochs=0)
-    own.exact = {name: p.detach().clone() for name, p in own.module.named_parameters()}
-    own.module.bfloat16()
-    for batch in batches:
-        batch.hidden = batch.hidden.bfloat16()
-        kwargs = batch.kwargs[0]
-        kwargs["position_embeddings"] = tuple(x.bfloat16() for x in kwargs["position_embeddings"])
+    to_16_bits(own, batches, torch.bfloat16)
     rounded, curve, _ = distilled(block, start=start)
     assert min(curve) < curve[0] or start == "gptq"
     same = (
@@ -238,12 +243,7 @@ def test_float16_holds_the_gradients(block: tuple[Block, list]) -> None:
 
 def test_a_gradient_beyond_float16_moves_nothing(block: tuple[Block, list]) -> None:
     own, batches = copy.deepcopy(block)
-    own.exact = {name: p.detach().clone() for name, p in own.module.named_parameters()}
-    own.module.half()
-    for batch in batches:
-        batch.hidden = batch.hidden.half()
-        kwargs = batch.kwargs[0]
-        kwargs["position_embeddings"] = tuple(x.half() for x in kwargs["position_embeddings"])
+    to_16_bits(own, batches, torch.float16)
     learner = Distillation.learner
 
     def steep(self: Distillation, optimizer: torch.optim.Optimizer, scale: float) -> object:
